@@ -1,0 +1,5 @@
+"""1B parameters, plain scale vectors: what the others are compared with."""
+
+from configs.sizes import build
+
+config = build("1b", "plain")

@@ -1,0 +1,5 @@
+"""500M parameters, plain scale vectors: what the others are compared with."""
+
+from configs.sizes import build
+
+config = build("500m", "plain")

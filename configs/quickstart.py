@@ -1,0 +1,15 @@
+"""The first run: the unified strategy on the text of Python's standard library, a few minutes on two CPU cores."""
+
+from config import Config, TrainConfig
+from data import DataConfig
+from model import ModelConfig
+from norms import ScaleConfig
+from optim import OptimConfig
+
+config = Config(
+    model=ModelConfig(n_layer=4, n_head=4, d_model=128, vocab_size=257, block_size=128),
+    scale=ScaleConfig(strategy="unified"),
+    optim=OptimConfig(learning_rate=2e-3),
+    data=DataConfig(source="stdlib", tokenizer="bytes", eval_tokens=204_800),
+    train=TrainConfig(max_steps=1500, tokens_per_step=2048, micro_batch=16, eval_interval=250, sample_tokens=300),
+)

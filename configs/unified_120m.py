@@ -1,0 +1,5 @@
+"""120M parameters, the unified strategy: HG + DNP + OR, decayed by IWD."""
+
+from configs.sizes import build
+
+config = build("120m", "unified")

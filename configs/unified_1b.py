@@ -1,0 +1,5 @@
+"""1B parameters, the unified strategy: HG + DNP + OR, decayed by IWD."""
+
+from configs.sizes import build
+
+config = build("1b", "unified")

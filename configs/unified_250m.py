@@ -1,0 +1,5 @@
+"""250M parameters, the unified strategy: HG + DNP + OR, decayed by IWD."""
+
+from configs.sizes import build
+
+config = build("250m", "unified")

@@ -1,0 +1,5 @@
+"""2B parameters, the unified strategy: HG + DNP + OR, decayed by IWD."""
+
+from configs.sizes import build
+
+config = build("2b", "unified")
