@@ -147,7 +147,9 @@ def nearest_key(key: str) -> str:
     keys = list(valid_keys())
     by_last_part = {known.split(".")[1]: known for known in keys}
     last_part = key.split(".")[-1]
-    close = difflib.get_close_matches(key, keys, 1) if "." in key or last_part not in by_last_part else []
+    if key in keys or last_part in by_last_part:
+        return key if key in keys else by_last_part[last_part]
+    close = difflib.get_close_matches(key, keys, 1)
     close = close or [by_last_part[name] for name in difflib.get_close_matches(last_part, by_last_part, 1, 0.5)]
     return close[0] if close else "none is near, --help lists them"
 

@@ -70,9 +70,10 @@ class ModelConfig:
         """Faults as (field, what was expected, what was given)."""
         positive = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size", "vocab_multiple")
         positive += ("block_size", "rope_theta", "norm_eps", "init_std")
-        faults = [(name, "more than 0", getattr(self, name)) for name in positive if (getattr(self, name) or 1) <= 0]
-        if faults or 0 in (self.n_kv_head, self.head_dim, self.d_ff, self.n_head):
-            return faults or [("n_head", "more than 0 in n_head, n_kv_head, head_dim and d_ff", 0)]
+        given = {name: getattr(self, name) for name in positive}
+        faults = [(name, "more than 0", value) for name, value in given.items() if value is not None and value <= 0]
+        if faults:
+            return faults  # the rest divides by them
         full = self.resolved()
         if self.head_dim is None and full.d_model % full.n_head:
             faults.append(("d_model", f"a multiple of n_head = {full.n_head}, or a head_dim", full.d_model))
@@ -196,10 +197,16 @@ class Embedding(nn.Module):
         return {"weight": "embedding"}
 
 
+def wide_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """hidden @ head.T in float32 or wider: (N, d), (padded vocabulary, d) -> (N, padded vocabulary)."""
+    logits = hidden @ head.T
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of `hidden @ weight.T` without ever holding all the logits.
 
-    The gradient of one chunk of logits is softmax(logits) - onehot(target), known as soon as the logits
+    The gradient of one chunk of logits is (softmax(logits) - onehot(target)) / N, known as soon as the logits
     are. So it is multiplied into both gradients at once, the chunk is dropped, and backward has nothing
     left to compute: the head's matmul runs once. (Second derivatives need chunking off.)
     """
@@ -207,39 +214,27 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocab_size, chunk):
         """hidden: (N, d), weight: (padded vocabulary, d), targets: (N,) int64 -> scalar, float32 or wider."""
-        head = weight.to(hidden.dtype)
-        loss = torch.zeros((), dtype=weight.dtype, device=hidden.device)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            negative_log, logits = token_losses(hidden[part], head, targets[part], vocab_size)
-            loss += negative_log.sum()
-            logits.exp_()  # softmax, since token_losses has subtracted the logarithm of the sum
-            logits.scatter_add_(1, targets[part, None], logits.new_full((1, 1), -1.0).expand(len(logits), 1))
-            gradient = logits.div_(len(targets)).to(hidden.dtype)
-            grad_hidden[part] = gradient @ head
-            grad_weight += gradient.T @ hidden[part]
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return loss / len(targets)
+        head, losses = weight.to(hidden.dtype), []
+        grad_hidden, grad_weight = [], torch.zeros_like(weight)
+        for h, target in zip(hidden.split(chunk), targets.split(chunk)):
+            logits = wide_logits(h, head)
+            logits[:, vocab_size:] = float("-inf")  # the padding: a softmax of 0 and so no gradient
+            log_sum = logits.logsumexp(1, keepdim=True)
+            losses.append(log_sum - logits.gather(1, target[:, None]))
+            softmax = logits.sub_(log_sum).exp_()
+            softmax.scatter_add_(1, target[:, None], softmax.new_full((len(h), 1), -1.0))
+            gradient = softmax.div_(len(targets)).to(hidden.dtype)
+            grad_hidden.append(gradient @ head)
+            grad_weight += gradient.T @ h
+        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
+        return torch.cat(losses).mean()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss):
+        if torch.is_grad_enabled():  # create_graph=True: without this word they would silently be wrong
+            raise RuntimeError("second derivatives of the loss need model.loss_chunk = 0")
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, None, None, None
-
-
-def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """-log softmax(logits)[target] of each token, (N,), and log softmax(logits), (N, padded vocabulary).
-
-    Logits in float32 or wider; those of the padding are -inf.
-    """
-    logits = hidden @ head.T
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if vocab_size < logits.shape[1]:
-        logits[:, vocab_size:] = float("-inf")
-    logits -= logits.logsumexp(1, keepdim=True)
-    return -logits.gather(1, targets[:, None]).squeeze(1), logits
 
 
 class GPT(nn.Module):
@@ -324,9 +319,9 @@ class GPT(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             if self.loss_chunk and torch.is_grad_enabled():
                 return ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, self.loss_chunk)
-            head, chunk = weight.to(hidden.dtype), self.loss_chunk or len(targets)
+            head, chunk = weight[:vocab_size].to(hidden.dtype), self.loss_chunk or len(targets)
             pairs = zip(hidden.split(chunk), targets.split(chunk))
-            return torch.cat([token_losses(h, head, t, vocab_size)[0] for h, t in pairs]).mean()
+            return torch.cat([F.cross_entropy(wide_logits(h, head), t, reduction="none") for h, t in pairs]).mean()
 
     @torch.no_grad()
     def generate(self, idx: Tensor, tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:

@@ -169,6 +169,7 @@ class Linear(nn.Module):
     columns, rows: the vectors v (d_in,) and u (d_out,), with the same stack; their owner is the sublayer,
     because several linear maps may share one.
     spread: maps v's values to the columns where they are fewer (a value head read by several query heads).
+    role: of the weight; None where another module owns it (a tied head).
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Linear(nn.Module):
         columns: ScaleVector | None = None,
         rows: ScaleVector | None = None,
         spread: Callable[[Tensor], Tensor] | None = None,
-        role: str = "matrix",
+        role: str | None = "matrix",
     ):
         super().__init__()
         self.d_in, self.d_out, self.role, self.spread = d_in, d_out, role, spread
@@ -202,7 +203,7 @@ class Linear(nn.Module):
         return F.linear(x, self.effective_weight())
 
     def parameter_roles(self) -> dict[str, str]:
-        return {"weight": self.role}
+        return {"weight": self.role} if self.role else {}
 
 
 def fused_linear(x: Tensor, linears: list[Linear]) -> list[Tensor]:
