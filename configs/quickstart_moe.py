@@ -1,0 +1,8 @@
+"""The quickstart as a mixture of experts: 8 experts, of which a token passes 2, and a shared one."""
+
+from dataclasses import replace
+
+from configs.quickstart import config as dense
+from moe import MoEConfig
+
+config = replace(dense, moe=MoEConfig(n_expert=8, top_k=2, n_shared=1, d_ff=112))

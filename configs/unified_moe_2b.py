@@ -1,0 +1,5 @@
+"""2B parameters in 44 experts, of which a token passes 5 and a shared one; the unified strategy."""
+
+from configs.sizes import build
+
+config = build("moe_2b", "unified")
