@@ -53,7 +53,7 @@ class TrainConfig:
     backend: Annotated[Literal["nccl", "gloo"] | None, "how processes talk (default nccl on GPUs, gloo on CPUs)"] = None
     shard_optimizer: Annotated[bool, "each process keeps the optimizer state of its share of the parameters"] = False
     activation_checkpointing: Annotated[bool, "compute blocks again in backward instead of keeping their activations"] = False
-    loss_chunk: Annotated[int, "tokens whose logits exist at once; 0: all (needed for second derivatives)"] = 512
+    loss_chunk: Annotated[int | None, "tokens whose logits exist at once (default: 2^25 logits' worth); 0: all"] = None
     bad_step: Annotated[Literal["stop", "skip"], "what a loss or gradient that is not finite does"] = "stop"
     max_skips: Annotated[int, "with bad_step=skip: bad steps in a row before the run stops"] = 5
     spike_window: Annotated[int, "steps whose losses say what is usual; 0: spikes are not looked for"] = 100
@@ -66,7 +66,7 @@ class TrainConfig:
         positive += ("log_interval", "eval_interval", "checkpoint_interval", "max_skips", "spike_threshold")
         not_negative = ("keep_every", "loss_chunk", "sample_tokens", "spike_window", "seed")
         faults = [(name, "more than 0", value) for name in positive if (value := getattr(self, name)) is not None and value <= 0]
-        faults += [(name, "at least 0", getattr(self, name)) for name in not_negative if getattr(self, name) < 0]
+        faults += [(name, "at least 0", value) for name in not_negative if (value := getattr(self, name) or 0) < 0]
         return faults
 
 

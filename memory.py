@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from config import Config, command_line
-from model import GPT, parameter_count
+from model import GPT, default_loss_chunk, parameter_count
 from optim import ROLES, parameter_roles, treatment
 
 FLOAT32 = 4
@@ -61,6 +61,7 @@ def memory_estimate(config: Config, micro_batch: int, dtype: torch.dtype, proces
     with torch.device("meta"):
         parameters = parameter_count(GPT(config.model, config.scale, config.moe))
     tokens, vocabulary = micro_batch * config.model.block_size, config.model.padded_vocab_size
+    chunk = default_loss_chunk(vocabulary) if config.train.loss_chunk is None else config.train.loss_chunk
     activations = kept_activations(config, micro_batch, dtype)
     if config.train.activation_checkpointing:  # backward computes one block again and keeps all of it
         activations += kept_activations(config, micro_batch, dtype, blocks=1)
@@ -69,7 +70,7 @@ def memory_estimate(config: Config, micro_batch: int, dtype: torch.dtype, proces
         "gradients": FLOAT32 * parameters,
         "optimizer": optimizer_bytes(config) // (processes if config.train.shard_optimizer else 1),
         "activations": activations,
-        "loss": FLOAT32 * vocabulary * (min(tokens, config.train.loss_chunk or tokens) + config.model.d_model),
+        "loss": FLOAT32 * vocabulary * (min(tokens, chunk or tokens) + config.model.d_model),
     }
     return parts | {"all": sum(parts.values())}
 

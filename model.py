@@ -27,6 +27,7 @@ from norms import (
     ScaleVectors,
     feedforward_linears,
     fused_linear,
+    matmul_dtype,
     repeat_heads,
     rms_norm,
 )
@@ -203,12 +204,18 @@ def wide_logits(hidden: Tensor, head: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def default_loss_chunk(vocab_size: int) -> int:
+    """Tokens of 2^25 logits, 134 MB in float32, rounded down to a power of two: 512 of GPT-2's vocabulary."""
+    return 1 << (2**25 // vocab_size).bit_length() - 1
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of `hidden @ weight.T` without ever holding all the logits.
 
     The gradient of one chunk of logits is (softmax(logits) - onehot(target)) / N, known as soon as the logits
     are. So it is multiplied into both gradients at once, the chunk is dropped, and backward has nothing
-    left to compute: the head's matmul runs once. (Second derivatives need chunking off.)
+    left to compute: the head's matmul runs once. The softmax stays undivided, exp(logits - peak): dividing the
+    short rows on the other side of each matmul saves a pass over the chunk. (Second derivatives need chunking off.)
     """
 
     @staticmethod
@@ -216,16 +223,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """hidden: (N, d), weight: (padded vocabulary, d), targets: (N,) int64 -> scalar, float32 or wider."""
         head, losses = weight.to(hidden.dtype), []
         grad_hidden, grad_weight = [], torch.zeros_like(weight)
-        for h, target in zip(hidden.split(chunk), targets.split(chunk)):
+        for h, target in zip(hidden.split(chunk), targets[:, None].split(chunk)):
             logits = wide_logits(h, head)
             logits[:, vocab_size:] = float("-inf")  # the padding: a softmax of 0 and so no gradient
-            log_sum = logits.logsumexp(1, keepdim=True)
-            losses.append(log_sum - logits.gather(1, target[:, None]))
-            softmax = logits.sub_(log_sum).exp_()
-            softmax.scatter_add_(1, target[:, None], softmax.new_full((len(h), 1), -1.0))
-            gradient = softmax.div_(len(targets)).to(hidden.dtype)
-            grad_hidden.append(gradient @ head)
-            grad_weight += gradient.T @ h
+            peak, wanted = logits.amax(1, keepdim=True), logits.gather(1, target)
+            softmax = logits.sub_(peak).exp_()
+            total = softmax.sum(1, keepdim=True)
+            losses.append(total.log() + peak - wanted)
+            softmax.scatter_(1, target, (wanted - peak).exp() - total)
+            gradient, share = softmax.to(h.dtype), (1 / (total * len(targets))).to(h.dtype)
+            grad_hidden.append((gradient @ head) * share)
+            grad_weight += gradient.T @ (h * share)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         return torch.cat(losses).mean()
 
@@ -250,7 +258,7 @@ class GPT(nn.Module):
         self.config = config = config.resolved()
         self.scale_config = scale = (scale or ScaleConfig()).resolved()
         self.moe_config = moe
-        self.loss_chunk, self.activation_checkpointing = 512, False
+        self.loss_chunk, self.activation_checkpointing = default_loss_chunk(config.padded_vocab_size), False
         self.embedding = Embedding(config.padded_vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config, scale, moe) for _ in range(config.n_layer))
         self.scales = ScaleVectors(scale)
@@ -313,8 +321,7 @@ class GPT(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token; hidden: (N, d_model), targets: (N,) int64."""
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        hidden = hidden.to(matmul_dtype(hidden))
         weight, vocab_size = self.head.effective_weight(), self.config.vocab_size
         with torch.autocast(hidden.device.type, enabled=False):
             if self.loss_chunk and torch.is_grad_enabled():

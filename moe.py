@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from norms import Linear, ScaleConfig, ScaleVector, ScaleVectors, feedforward_linears, rms_norm
+from norms import Linear, ScaleConfig, ScaleVector, ScaleVectors, feedforward_linears, matmul_dtype, rms_norm
 
 
 @dataclass
@@ -203,12 +203,6 @@ class Experts(nn.Module):
         return multiply((F.silu(gate) * up).to(x.dtype), self.down.effective_weight().to(x.dtype))
 
 
-def matmul_input(x: Tensor) -> Tensor:
-    """x in autocast's dtype, if it is on: autocast does not know grouped_mm, and this way the gather is smaller."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 class MoE(nn.Module):
     """A mixture of experts over an already normalized input. Forward changes no state.
 
@@ -233,7 +227,7 @@ class MoE(nn.Module):
         """x: (B, T, d_model), normalized -> the same shape, and what the router did."""
         tokens = x.flatten(0, -2)  # (N, d_model)
         weights, experts, routing = self.router(tokens)
-        tokens = matmul_input(tokens)
+        tokens = tokens.to(matmul_dtype(tokens))  # autocast does not know grouped_mm, and this way the gather is smaller
         y = self.routed(tokens, weights, experts, routing.load)
         return self.add_shared(y, tokens).view_as(x), routing
 
@@ -265,7 +259,7 @@ class MoE(nn.Module):
         """What `forward` computes, as a plain loop over the experts."""
         tokens = x.flatten(0, -2)
         weights, experts, routing = self.router(tokens)
-        tokens = matmul_input(tokens)
+        tokens = tokens.to(matmul_dtype(tokens))
         y = torch.zeros_like(tokens)
         for e in range(self.config.n_expert):
             token, choice = (experts == e).nonzero(as_tuple=True)

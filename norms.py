@@ -200,16 +200,24 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_in) -> (..., d_out)"""
-        return F.linear(x, self.effective_weight())
+        return fused_linear(x, [self])[0]
 
     def parameter_roles(self) -> dict[str, str]:
         return {"weight": self.role} if self.role else {}
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a matmul with x: autocast's where it is on, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def fused_linear(x: Tensor, linears: list[Linear]) -> list[Tensor]:
     """All linear maps that read x as one matmul: (..., d_in) -> [(..., d_out) of each]."""
-    weight = torch.cat([linear.effective_weight() for linear in linears])
-    return list(F.linear(x, weight).split([linear.d_out for linear in linears], dim=-1))
+    dtype = matmul_dtype(x)  # each weight is scaled in its own dtype and cast once, before they are joined
+    weights = [linear.effective_weight().to(dtype) for linear in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    return list(F.linear(x.to(dtype), weight).split([linear.d_out for linear in linears], dim=-1))
 
 
 def repeat_heads(head_dim: int, repeats: int) -> Callable[[Tensor], Tensor]:

@@ -8,6 +8,7 @@ from conftest import TINY, tiny_model
 from configs.sizes import SIZES, build
 from model import GPT, ChunkedCrossEntropy, ModelConfig, flops_per_token, parameter_count, scale_parameter_count
 from norms import ScaleConfig
+from train import can_compile
 
 COUNTS = {  # size: (parameters, scale parameters), plain
     "120m": (119_744_256, 9_984),
@@ -103,6 +104,21 @@ def test_activation_checkpointing_changes_nothing(tokens, generator):
         model(tokens, tokens.roll(-1, 1))[1].backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_compiled_gradients_are_those_of_eager(tokens, generator):
+    """Losses alone would not show a compiler that gets a reduction of the backward pass wrong."""
+    if not can_compile(torch.device("cpu")):
+        pytest.skip("torch.compile needs a C++ compiler")
+    model = tiny_model("unified", generator, n_layer=1).float()
+    gradients = []
+    for forward in (model, torch.compile(model)):
+        model.zero_grad()
+        forward(tokens, tokens.roll(-1, 1))[1].backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    largest = max(gradient.abs().max() for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * largest), name
 
 
 def test_causality(tokens, generator):
