@@ -242,7 +242,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: without this word they would silently be wrong
             raise RuntimeError("second derivatives of the loss need model.loss_chunk = 0")
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, None, None, None
+        # in place, to save a matrix of the head's size; autograd notices, and refuses a second backward
+        return grad_hidden.mul_(grad_loss.to(grad_hidden.dtype)), grad_weight.mul_(grad_loss), None, None, None
 
 
 class GPT(nn.Module):

@@ -96,6 +96,14 @@ def test_second_derivatives_need_chunking_off(tokens, generator):
     assert hidden.grad.abs().max() > 0
 
 
+def test_a_second_backward_of_the_chunked_loss_is_refused(generator):
+    hidden = torch.randn(4, 3, generator=generator, requires_grad=True)
+    loss = ChunkedCrossEntropy.apply(hidden, torch.randn(8, 3, generator=generator), torch.tensor([0, 1, 2, 3]), 8, 2)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_activation_checkpointing_changes_nothing(tokens, generator):
     model = tiny_model("unified", generator)
     gradients = []
