@@ -265,9 +265,14 @@ class Optimizers:
     """AdamW, and Muon where it is chosen, stepped as one; state by parameter name, never by index."""
 
     def __init__(self, model: nn.Module, config: OptimConfig, shard: bool = False):
-        """`shard`: each process keeps the state of its share of the parameters (ZeRO, arXiv 1910.02054)."""
-        self.config = config
+        """`shard`: each process keeps the state of its share of the parameters (ZeRO, arXiv 1910.02054).
+
+        By torch's ZeroRedundancyOptimizer: it leaves every matrix whole on one process, as Muon's orthogonal
+        update needs it, where FSDP2 would split its rows; and the loop stays that of plain DDP.
+        """
+        self.config, self.shard = config, shard
         roles, parameters = parameter_roles(model), dict(model.named_parameters())
+        self.names = {parameter: name for name, parameter in parameters.items()}
         groups: dict[str, list[dict]] = {"adamw": [], "muon": []}
         for role in (role for role in ROLES if role in roles.values()):
             names = [name for name in roles if roles[name] == role]
@@ -315,27 +320,37 @@ class Optimizers:
 
     def state(self) -> dict[str, dict]:
         """{parameter name: {buffer: tensor}}. With sharding a collective call, complete on rank 0 alone."""
-        named = {}
-        for optimizer in self.all:
-            if hasattr(optimizer, "consolidate_state_dict"):
-                optimizer.consolidate_state_dict(to=0)
-                if torch.distributed.get_rank() != 0:
-                    continue
-            state = optimizer.state_dict()["state"]
-            names = [name for group in optimizer.param_groups for name in group["names"]]
-            named |= {names[index]: buffers for index, buffers in state.items()}
-        return named
+        states = [own_part(optimizer).state for optimizer in self.all]
+        named = {self.names[parameter]: buffers for state in states for parameter, buffers in state.items()}
+        return gather_shares(named) if self.shard else named
 
     def load_state(self, named: dict[str, dict]) -> None:
-        """Sets what `state` gave; a parameter without state keeps none."""
-        for optimizer in self.all:
-            names = [name for group in optimizer.param_groups for name in group["names"]]
+        """Sets what `state` gave; a parameter without state keeps none. A sharded optimizer takes its share."""
+        for part in map(own_part, self.all):
+            names = [self.names[parameter] for group in part.param_groups for parameter in group["params"]]
             state = {index: named[name] for index, name in enumerate(names) if name in named}
             first = iter(range(len(names)))
-            groups = [
-                {**group, "params": [next(first) for _ in group["params"]]} for group in optimizer.param_groups
-            ]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            groups = [{**group, "params": [next(first) for _ in group["params"]]} for group in part.param_groups]
+            part.load_state_dict({"state": state, "param_groups": groups})
+
+
+def own_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds this process's state: itself, or the one inside a ZeroRedundancyOptimizer."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def gather_shares(named: dict[str, dict]) -> dict[str, dict]:
+    """Every process's share of the state, on rank 0 and in main memory; one share travels at a time."""
+    dist = torch.distributed
+    named = {name: {key: buffer.cpu() for key, buffer in buffers.items()} for name, buffers in named.items()}
+    for rank in range(1, dist.get_world_size()):
+        box = [named]
+        if dist.get_rank() == rank:
+            dist.send_object_list(box, dst=0)
+        elif dist.get_rank() == 0:
+            dist.recv_object_list(box, src=rank)
+            named |= box[0]
+    return named
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ SIGTERM finishes the step, saves and stops (twice: stops at once); SIGUSR1 saves
 """
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -21,6 +20,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,13 +32,18 @@ from tqdm import tqdm
 
 from checkpoint import (
     CheckpointError,
-    check_same_model,
+    Rows,
+    Signals,
+    believing,
+    check_training_state,
     claim_run_dir,
     cut_metrics,
-    differing_fields,
     load_newest,
     load_weights_,
+    random_state,
     save_checkpoint,
+    set_random_state,
+    settings_changed,
     write_json,
 )
 from config import Config, ConfigError, Fault, TrainConfig, command_line, notices, run_command
@@ -74,11 +79,18 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def from_main(self, value: object) -> object:
-        """Rank 0's value, on every rank."""
-        box = [value]
+    def on_main(self, function: Callable[[], object]) -> object:
+        """What function() gives on rank 0, on every rank. If it fails there, nobody waits: the others leave too."""
+        box = [None]
+        if self.is_main:
+            try:
+                box = [function()]
+            except CheckpointError as error:
+                box = [error]
         if self.size > 1:
             dist.broadcast_object_list(box)
+        if isinstance(box[0], CheckpointError):
+            raise box[0] if self.is_main else SystemExit(2)  # said once
         return box[0]
 
 
@@ -102,11 +114,10 @@ def joined_world(config: TrainConfig):
     device = choose_device(config.device, local_rank)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized() and size > 1:
         dist.init_process_group(config.backend or ("nccl" if device.type == "cuda" else "gloo"))
-    try:
-        yield World(rank, size, device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield World(rank, size, device)
+    if dist.is_initialized():  # not after an error, when waiting for the others may take forever
+        dist.barrier()  # lets gloo's threads let go of the last tensors: its destructor waits for them with the GIL
+        dist.destroy_process_group()
 
 
 def can_compile(device: torch.device) -> bool:
@@ -161,13 +172,17 @@ class Run:
     def __init__(self, config: Config, world: World, quiet: bool = False):
         self.config, self.world, self.quiet = config, world, quiet
         self.progress, self.started = Progress(), time.perf_counter()
+        self.lock = self.metrics = self.found = None  # until open_directory
         self.open_data()
         self.dtype = choose_dtype(config.train, world.device)
         with torch.device("meta"):  # no memory until the weights are drawn
             self.model = GPT(config.model, config.scale, config.moe)
         self.model.to_empty(device=world.device)
+        for buffer in self.model.buffers():
+            buffer.zero_()  # the routers' balance bias; what is in empty memory differs from run to run
         self.model.init_weights_(torch.Generator().manual_seed(config.train.seed))
-        self.model.loss_chunk = config.train.loss_chunk
+        if config.train.loss_chunk is not None:
+            self.model.loss_chunk = config.train.loss_chunk
         self.model.activation_checkpointing = config.train.activation_checkpointing
         self.optimizers = Optimizers(self.model, config.optim, shard=config.train.shard_optimizer and world.size > 1)
         self.wrap()
@@ -182,7 +197,7 @@ class Run:
             fault = f"at least {self.meta['vocab_size']}, the tokens of {self.data_dir}"
             raise ConfigError([Fault("model.vocab_size", fault, config.model.vocab_size)])
         self.validation = open_split(self.data_dir, "validation", config.data.verify)
-        next(self.evaluation_batches())  # a split that is too short is an error now, not after the first steps
+        next(self.evaluation_batches(), None)  # a split that is too short is an error now, not after the first steps
         self.loader = self.make_loader(config.train.seed)
 
     def make_loader(self, seed: int) -> Loader:
@@ -200,23 +215,15 @@ class Run:
         self.forward = self.compiled_model
         if self.world.size > 1:
             ids = [device.index] if device.type == "cuda" else None
-            # broadcast_buffers: the only buffer, the routers' balance bias, is the same everywhere already
-            self.forward = torch.nn.parallel.DistributedDataParallel(
-                self.compiled_model, device_ids=ids, broadcast_buffers=False
-            )
+            # the only buffer, the routers' balance bias, is the same everywhere already
+            parallel = torch.nn.parallel.DistributedDataParallel
+            self.forward = parallel(self.compiled_model, device_ids=ids, forward_sync_buffers=False)
 
     def evaluation_batches(self):
         """This process's part of the evaluation: always the same contexts."""
-        data, world = self.config.data, self.world
-        return evaluation_batches(
-            self.validation,
-            self.config.model.block_size,
-            self.micro_batch,
-            data.eval_tokens,
-            data.eval_start,
-            world.rank,
-            world.size,
-        )
+        data, world, block_size = self.config.data, self.world, self.config.model.block_size
+        part = (data.eval_tokens, data.eval_start, world.rank, world.size)
+        return evaluation_batches(self.validation, block_size, self.micro_batch, *part)
 
     def to_device(self, contexts: np.ndarray) -> tuple[Tensor, Tensor]:
         """(n, block_size + 1) token ids -> inputs and targets, (n, block_size) int64 on the device."""
@@ -262,10 +269,11 @@ class Run:
         rate = schedule(step, config.optim, config.train.max_steps)
         self.optimizers.set_rate(rate)
         loss, routing = self.gradients()
-        loss = (world.sum(loss) / world.size).item()
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip or math.inf).item()
-        good = math.isfinite(loss) and math.isfinite(grad_norm)  # after the all-reduce, so the same on every rank
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip or math.inf)
+        bad = (~grad_norm.isfinite()).to(loss.dtype)
+        loss, bad = world.sum(torch.stack([loss / world.size, bad])).tolist()
+        grad_norm, good = grad_norm.item(), math.isfinite(loss) and not bad  # good: the same on every rank
         row = {"train_loss": loss, "learning_rate": rate * config.optim.learning_rate, "grad_norm": grad_norm}
         if good:
             self.optimizers.step()
@@ -281,7 +289,7 @@ class Run:
         """Updates the balance bias once, from the whole global batch; returns what a row says of the routers."""
         if routing is None:
             return {}
-        load = self.world.sum(routing.load.float())
+        load = self.world.sum(routing.load)
         update_balance_(self.model, load)
         busiest, idlest = load_statistics(load)
         means = self.world.sum(torch.stack([routing.entropy.mean(), routing.balance_loss.mean()])) / self.world.size
@@ -310,13 +318,16 @@ class Run:
     # ---- evaluation
 
     @torch.no_grad()
-    def evaluate(self) -> dict:
+    def evaluate(self, signals: Signals | None = None) -> dict | None:
         """A row: mean loss over the evaluation's tokens, over all processes. Touches no training state.
 
         No balancing term is in it. Bits a byte come from the tokens and bytes of the whole split.
+        None if a signal to stop cut it short, on any process.
         """
         nats = tokens = 0.0
         for batch in self.evaluation_batches():
+            if signals and signals.stop:
+                break
             inputs, targets = self.to_device(batch)
             # a last, smaller batch is not worth compiling again
             model = self.compiled_model if len(batch) == self.micro_batch else self.model
@@ -324,91 +335,118 @@ class Run:
                 nats += model(inputs, targets)[1].item() * targets.numel()
             tokens += targets.numel()
         device = self.world.device if self.world.size > 1 else "cpu"
-        nats, tokens = self.world.sum(torch.tensor([nats, tokens], dtype=torch.float64, device=device)).tolist()
+        sums = torch.tensor([nats, tokens, bool(signals and signals.stop)], dtype=torch.float64, device=device)
+        nats, tokens, stopped = self.world.sum(sums).tolist()
+        if stopped:
+            return None
         loss, split = nats / tokens, self.meta["splits"]["validation"]
         return {"val_loss": loss, "val_bits_per_byte": loss / math.log(2) * split["tokens"] / split["bytes"]}
 
-    def evaluate_and_keep_best(self) -> dict:
-        """Evaluates, and saves best.pt if no evaluation was better."""
-        row, progress = self.evaluate(), self.progress
+    def evaluate_and_keep_best(self, signals: Signals | None = None) -> bool:
+        """Evaluates, and saves best.pt if no evaluation was better. False if a signal to stop cut it short."""
+        row, progress = self.evaluate(signals), self.progress
+        if row is None:
+            return False
         progress.val_loss, progress.val_bits_per_byte = row["val_loss"], row["val_bits_per_byte"]
         if row["val_loss"] < progress.best_val_loss:
             progress.best_val_loss = row["val_loss"]
-            if self.world.is_main:
-                weights = {"model": self.model.state_dict(), "config": self.config.as_dict(), "step": progress.step}
-                save_checkpoint(self.run_dir / "best.pt", weights | {"val_loss": row["val_loss"]})
+            best = self.weights() | {"val_loss": row["val_loss"]}
+            self.world.on_main(lambda: save_checkpoint(self.run_dir / "best.pt", best))
         self.write_row(row)
-        return row
+        return True
+
+    def evaluation_is_due(self, last: int) -> bool:
+        """Whether an evaluation belongs to the step just done, and is not done yet."""
+        step = self.progress.step
+        return self.progress.val_loss is None and (step >= last or is_due(step, self.config.train.eval_interval))
 
     # ---- saving and going on
+
+    def weights(self) -> dict:
+        """What load_model needs."""
+        return {"config": self.config.as_dict(), "model": dict(self.model.state_dict()), "step": self.progress.step}
 
     def save(self) -> None:
         """latest.pt (the one before becomes previous.pt), and a keeper every `keep_every` steps."""
         optimizer = self.optimizers.state()  # with sharding every process takes part
-        if not self.world.is_main:
-            return
+        self.world.on_main(lambda: self.write_checkpoint(optimizer))
+
+    def write_checkpoint(self, optimizer: dict) -> None:
         self.progress.wall_seconds += time.perf_counter() - self.started
         self.started = time.perf_counter()
-        state = {
-            "config": self.config.as_dict(),
-            "model": self.model.state_dict(),
+        state = self.weights() | {
             "optimizer": optimizer,
             "progress": vars(self.progress),
-            "step": self.progress.step,
             "loader": self.loader.state(),
             "random": random_state(),
             "processes": self.world.size,
         }
+        self.metrics.sync()  # the rows up to this step last as long as the checkpoint
         save_checkpoint(self.run_dir / "latest.pt", state, keep_previous=True)
-        if self.config.train.keep_every and self.progress.step % self.config.train.keep_every == 0:
+        if is_due(self.progress.step, self.config.train.keep_every):
             save_checkpoint(self.run_dir / f"step_{self.progress.step:07d}.pt", state)
 
     def open_directory(self) -> None:
         """Claims the run directory, and goes on from what it holds or from the run to branch from."""
-        train = self.config.train
-        resume, run_dir = train.resume == "auto", None
+        name, sha256 = self.world.on_main(self.claim)
+        self.run_dir = Path(name)
+        if sha256:
+            self.resume(self.found if self.world.is_main else load_newest(self.run_dir), sha256)
+            self.found = None  # its memory
+        elif self.config.train.branch:
+            self.branch(Path(self.config.train.branch))
         if self.world.is_main:
-            path, self.lock = claim_run_dir(train.out_dir, resume)
-            run_dir = str(path)
-        self.run_dir = Path(self.world.from_main(run_dir))
-        state = load_newest(self.run_dir) if resume else None
-        if state:
-            self.resume(state)
-        elif train.branch:
-            self.branch(Path(train.branch))
-        if self.world.is_main:
-            cut_metrics(self.run_dir / "metrics.jsonl", self.progress.step)
+            cut_metrics(self.run_dir / "metrics.jsonl", self.progress.step, self.progress.val_loss is not None)
             write_json(self.run_dir / "config.json", self.config.as_dict())
-            self.metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")
+            self.metrics = Rows(self.run_dir / "metrics.jsonl")
 
-    def set_training_state(self, state: dict, what: str) -> None:
-        """Weights, optimizer, data position and random state of a checkpoint. Raises CheckpointError if they do not fit."""
-        check_same_model(state["config"], self.config, what)
-        load_weights_(self.model, state["model"], what)
-        self.optimizers.load_state(state["optimizer"])
-        self.loader.set_state(state["loader"])
-        set_random_state(state["random"])
+    def claim(self) -> tuple[str, str | None]:
+        """Locks the run directory; its name, and the checksum of the checkpoint to go on from, kept in `found`."""
+        resume = self.config.train.resume == "auto"
+        run_dir, self.lock = claim_run_dir(self.config.train.out_dir, resume)
+        self.found = load_newest(run_dir, set_aside=True) if resume else None
+        return str(run_dir), self.found["sha256"] if self.found else None
 
-    def resume(self, state: dict) -> None:
+    def close(self) -> None:
+        """Lets go of the run directory."""
+        for held in (self.metrics, self.lock):
+            if held:
+                held.close()
+
+    def set_training_state(self, state: dict, what: str, branched: bool = False) -> None:
+        """Weights, optimizer, data position and random state of a checkpoint. Raises CheckpointError if they do not fit.
+
+        `branched`: the data go on in the order of the checkpoint's seed, whatever this run's own one is.
+        """
+        check_training_state(state, self.model, self.config, what)
+        with believing(what):
+            if branched or state["progress"].get("branched_from"):
+                self.loader = self.make_loader(int(state["loader"]["seed"]))
+            load_weights_(self.model, state["model"], what)
+            self.optimizers.load_state(state["optimizer"])
+            self.loader.set_state(state["loader"])
+            set_random_state(state["random"])
+
+    def resume(self, state: dict | None, sha256: str) -> None:
         """Goes on from this run's own checkpoint, and says what differs from before."""
-        self.set_training_state(state, f"the checkpoint in {self.run_dir}")
-        self.progress = Progress(**state["progress"])
+        what = f"the checkpoint in {self.run_dir}"
+        if not state or state["sha256"] != sha256:
+            raise CheckpointError(f"{what} is another one on process {self.world.rank}: all must see the same folder")
+        self.set_training_state(state, what)
+        with believing(what):
+            self.progress = Progress(**state["progress"])
         self.say(f"resumed {self.run_dir} at step {self.progress.step}")
         if state["processes"] != self.world.size:
             self.say(f"  {self.world.size} processes now, {state['processes']} before: the same global order of data")
-        ignored = ("train.resume", "train.out_dir")
-        changes = differing_fields(state["config"], self.config, ("optim", "data", "train"))
-        for line in changes:
-            if not line.startswith(ignored):
-                self.say(f"  changed: {line.replace(' there', ' before').replace(' here', ' now')}")
+        for line in settings_changed(state, self.config):
+            self.say(f"  changed: {line}")
 
     def branch(self, source: Path) -> None:
         """Starts from another run's weights, optimizer and data position, with steps of its own."""
-        state = load_newest(source)
+        state, what = load_newest(source), f"the checkpoint in {source}"
         if state is None:
             raise CheckpointError(f"train.branch: {source} has no checkpoint")
-        self.loader = self.make_loader(state["loader"]["seed"])
-        self.set_training_state(state, f"the checkpoint in {source}")
+        self.set_training_state(state, what, branched=True)
         self.progress.branched_from = {"run": str(source), "step": state["step"]}
         self.say(f"branched from {source} at its step {state['step']}")
 
@@ -419,12 +457,11 @@ class Run:
             print(text, flush=True)
 
     def write_row(self, row: dict) -> None:
-        """Appends a line to metrics.jsonl, flushed; a number that is not finite becomes null, as JSON has none."""
+        """Appends a line to metrics.jsonl; a number that is not finite becomes null, as JSON has none."""
         if self.world.is_main:
             head = {"step": self.progress.step, "tokens": self.progress.step * self.config.train.tokens_per_step}
             finite = {key: value if not isinstance(value, float) or math.isfinite(value) else None for key, value in row.items()}
-            self.metrics.write(json.dumps(head | finite) + "\n")
-            self.metrics.flush()
+            self.metrics.write(head | finite)
 
     def introduce(self) -> None:
         """The run's arithmetic and its role table."""
@@ -511,77 +548,46 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def random_state() -> dict:
-    """The state of torch's global generators. Training draws nothing from them today; a change of it may."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict) -> None:
-    """Sets what random_state gave."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-class Signals:
-    """SIGTERM or SIGINT: `stop` after this step, a second one at once. SIGUSR1: `save` after this step."""
-
-    def __enter__(self) -> "Signals":
-        self.stop, self.save = "", False
-        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        self.before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self.handle)
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, _frame) -> None:
-        if number == signal.SIGUSR1:
-            self.save = True
-            return
-        self.stop = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)  # the second time it kills
-
-    def agreed(self, world: World) -> tuple[bool, bool]:
-        """(stop, save): whether any process was told to."""
-        wishes = torch.tensor([float(bool(self.stop)), float(self.save)], device=world.device)
-        stop, save = world.sum(wishes).tolist() if world.size > 1 else wishes.tolist()
-        self.save = False
-        return stop > 0, save > 0
-
-
 # ------------------------------------------------------------------------------------ the loop
 
 
 def is_due(step: int, interval: int) -> bool:
-    return step % interval == 0
+    """Whether something happens after this step that happens every `interval` of them (0: never)."""
+    return interval > 0 and step > 0 and step % interval == 0
+
+
+def agreed(signals: Signals, world: World) -> tuple[bool, bool]:
+    """(stop, save): whether any process was told to."""
+    wishes = torch.tensor([float(bool(signals.stop)), float(signals.save)], device=world.device)
+    signals.save = False
+    stop, save = world.sum(wishes).tolist()
+    return stop > 0, save > 0
 
 
 def loop(run: Run, signals: Signals) -> bool:
-    """Trains to the last step, or to where a signal stops it. Returns whether it came to the end."""
+    """Trains to the last step, or to where a signal stops it, and saves. Returns whether it came to the end.
+
+    A signal comes first: an evaluation that it keeps from happening is made up for on resuming.
+    """
     train, progress = run.config.train, run.progress
-    last = min(train.max_steps, train.stop_at_step or train.max_steps)
+    last, stop = min(train.max_steps, train.stop_at_step or train.max_steps), False
+    if run.evaluation_is_due(last):
+        stop = not run.evaluate_and_keep_best(signals)
+        run.save()
     hidden = run.quiet or not run.world.is_main
     with tqdm(total=last, initial=progress.step, unit="step", disable=hidden, dynamic_ncols=True) as bar:
-        while progress.step < last:
-            row = run.training_step()
-            step = progress.step
+        while progress.step < last and not stop:
+            row, step = run.training_step(), progress.step
             bar.update()
             bar.set_postfix_str(f"loss {row['train_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", refresh=False)
             if is_due(step, train.log_interval) or step == last or "spike" in row or "skipped" in row:
                 run.write_row(row)
-            if is_due(step, train.eval_interval) or step == last:
-                run.evaluate_and_keep_best()
-            stop, save = signals.agreed(run.world)
-            if stop or save or is_due(step, train.checkpoint_interval) or step == last:
+            stop, save = agreed(signals, run.world)
+            if not stop and run.evaluation_is_due(last):
+                stop = not run.evaluate_and_keep_best(signals)
+            if stop or save or step == last or is_due(step, train.checkpoint_interval) or is_due(step, train.keep_every):
                 run.save()
-            if stop and step < last:
-                return False
-    return True
+    return not stop
 
 
 def train(config: Config, quiet: bool = False) -> dict | None:
@@ -589,22 +595,20 @@ def train(config: Config, quiet: bool = False) -> dict | None:
 
     Raises ConfigError, DataError and CheckpointError before training, TrainingStopped in it.
     """
-    with joined_world(config.train) as world:
-        run = Run(config, world, quiet)
+    with joined_world(config.train) as world, contextlib.closing(Run(config, world, quiet)) as run:
         run.open_directory()
         run.introduce()
         with Signals() as signals:
             finished = loop(run, signals)
-        if not finished:
-            run.say(f"\nstopped by {signals.stop or 'a signal'} after step {run.progress.step}, all saved in {run.run_dir}")
-            run.say(f"go on with the same command and --train.out_dir={run.run_dir} --train.resume=auto")
-            return None
-        if run.progress.val_loss is None:  # resumed where the run was over already, with another end
-            run.evaluate_and_keep_best()
-        return run.conclude()
+        if finished:
+            return run.conclude()
+        run.say(f"\nstopped by {signals.stop or 'a signal'} after step {run.progress.step}, all saved in {run.run_dir}")
+        run.say(f"go on with the same command and --train.out_dir={run.run_dir} --train.resume=auto")
+        return None
 
 
 def main() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as long as there is nothing to save, it does not kill either
     config = command_line("usage: python train.py CONFIG [--section.key=value ...]")
     if int(os.environ.get("RANK", 0)) == 0:
         notices(config)
@@ -613,7 +617,11 @@ def main() -> None:
     except TrainingStopped as error:
         print(f"\n{error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except RuntimeError:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            print("\nthis process failed, or lost another one: go on with --train.resume=auto", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
-    run_command(main, CheckpointError)
+    run_command(main, CheckpointError, OSError)

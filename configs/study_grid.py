@@ -17,8 +17,10 @@ study = Study(
         f"{kind} {optimizer} {schedule} {strategy}": {
             "scale.strategy": strategy,
             "optim.optimizer": optimizer,
+            "optim.learning_rate": 2e-3 if optimizer == "adamw" else 8e-3,  # each its best of two, as for the quickstart
             "optim.schedule": schedule,
             "train.max_steps": 300,
+            "train.eval_interval": 300,
             "train.sample_tokens": 0,
             **(MOE if kind == "moe" else {}),
         }
