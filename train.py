@@ -48,6 +48,7 @@ from checkpoint import (
 )
 from config import Config, ConfigError, Fault, TrainConfig, command_line, notices, run_command
 from data import DataError, Loader, evaluation_batches, open_split, read_meta
+from memory import format_estimate, memory_estimate
 from model import GPT, flops_per_token, parameter_count, scale_parameter_count
 from moe import Routing, load_statistics, update_balance_
 from optim import Optimizers, format_role_table, role_table, schedule, warmup_steps
@@ -215,9 +216,7 @@ class Run:
         self.forward = self.compiled_model
         if self.world.size > 1:
             ids = [device.index] if device.type == "cuda" else None
-            # the only buffer, the routers' balance bias, is the same everywhere already
-            parallel = torch.nn.parallel.DistributedDataParallel
-            self.forward = parallel(self.compiled_model, device_ids=ids, forward_sync_buffers=False)
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.compiled_model, device_ids=ids)
 
     def evaluation_batches(self):
         """This process's part of the evaluation: always the same contexts."""
@@ -484,6 +483,17 @@ class Run:
             f"on:   {world.device}, {str(self.dtype).removeprefix('torch.')}, {compiled}; in {self.run_dir}\n\n"
             f"{format_role_table(role_table(self.model, config.optim))}\n"
         )
+        self.say_memory()
+
+    def say_memory(self) -> None:
+        """The estimate of a step's memory and, on a GPU, whether it fits and which key to change if not."""
+        estimate = memory_estimate(self.config, self.micro_batch, self.dtype, self.world.size)
+        self.say(f"memory: {format_estimate(estimate)}\n")
+        if self.world.device.type == "cuda":
+            there = torch.cuda.get_device_properties(self.world.device).total_memory
+            if estimate["all"] > there:
+                keys = "lower train.micro_batch, or set train.activation_checkpointing=true or train.shard_optimizer=true"
+                self.say(f"  more than the GPU's {there / 1e9:.0f} GB: {keys}\n")
 
     def summary(self) -> dict:
         """What summary.json holds."""
