@@ -77,8 +77,8 @@ def memory_estimate(config: Config, micro_batch: int, dtype: torch.dtype, proces
 
 def format_estimate(parts: dict[str, int]) -> str:
     """One line: GB of each part."""
-    rest = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if name != "all")
-    return f"{parts['all'] / 1e9:.2f} GB a process, estimated: {rest}"
+    rest = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items() if name != "all")
+    return f"{parts['all'] / 1e9:.3g} GB a process, estimated: {rest}"
 
 
 def main() -> None:

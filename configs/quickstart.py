@@ -14,5 +14,7 @@ config = Config(
     scale=ScaleConfig(strategy="unified"),
     optim=OptimConfig(optimizer="muon", learning_rate=8e-3),
     data=DataConfig(source="stdlib", tokenizer="bytes", eval_tokens=204_800),
-    train=TrainConfig(max_steps=1500, tokens_per_step=2048, micro_batch=16, eval_interval=250, sample_tokens=300),
+    train=TrainConfig(
+        max_steps=1200, tokens_per_step=2048, micro_batch=16, eval_interval=400, sample_tokens=300, compile=True
+    ),
 )

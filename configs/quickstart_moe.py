@@ -10,5 +10,5 @@ config = replace(
     dense,
     moe=MoEConfig(n_expert=8, top_k=2, n_shared=1, d_ff=128),
     optim=OptimConfig(learning_rate=2e-3),
-    train=replace(dense.train, max_steps=1000),
+    train=replace(dense.train, max_steps=1000, compile=False),
 )

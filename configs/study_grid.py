@@ -22,6 +22,7 @@ study = Study(
             "train.max_steps": 300,
             "train.eval_interval": 300,
             "train.sample_tokens": 0,
+            "train.compile": False,
             **(MOE if kind == "moe" else {}),
         }
         for kind, optimizer, schedule, strategy in product(
