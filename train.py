@@ -13,6 +13,7 @@ SIGTERM finishes the step, saves and stops (twice: stops at once); SIGUSR1 saves
 """
 
 import contextlib
+import gc
 import math
 import os
 import resource
@@ -407,10 +408,17 @@ class Run:
         return str(run_dir), self.found["sha256"] if self.found else None
 
     def close(self) -> None:
-        """Lets go of the run directory."""
+        """Lets go of the run directory, and of the process group.
+
+        What holds the group must go before it: as its last holder, DDP waits, at times for ever, for a thread
+        that waits for the interpreter's lock.
+        """
         for held in (self.metrics, self.lock):
             if held:
                 held.close()
+        if self.world.size > 1:
+            self.forward = self.optimizers = None
+            gc.collect()
 
     def set_training_state(self, state: dict, what: str, branched: bool = False) -> None:
         """Weights, optimizer, data position and random state of a checkpoint. Raises CheckpointError if they do not fit.

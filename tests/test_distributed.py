@@ -176,6 +176,7 @@ def state_bytes(rank, folder, port, results):
         buffers = [b for o in run.optimizers.all for s in (o, own_part(o)) for state in s.state.values() for b in state.values()]
         held = {buffer.untyped_storage().data_ptr(): buffer.nbytes for buffer in buffers}
         results.put((rank, shard, sum(held.values())))
+        run.close()
     dist.destroy_process_group()
 
 
