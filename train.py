@@ -616,12 +616,17 @@ def train(config: Config, quiet: bool = False) -> dict | None:
     with joined_world(config.train) as world, contextlib.closing(Run(config, world, quiet)) as run:
         run.open_directory()
         run.introduce()
+        how = f"go on with the same command and --train.out_dir={run.run_dir} --train.resume=auto"
         with Signals() as signals:
-            finished = loop(run, signals)
+            try:
+                finished = loop(run, signals)
+            except RuntimeError:
+                if world.size > 1:
+                    print(f"\nprocess {world.rank} failed, or lost another one; {how}", file=sys.stderr)
+                raise
         if finished:
             return run.conclude()
-        run.say(f"\nstopped by {signals.stop or 'a signal'} after step {run.progress.step}, all saved in {run.run_dir}")
-        run.say(f"go on with the same command and --train.out_dir={run.run_dir} --train.resume=auto")
+        run.say(f"\nstopped by {signals.stop or 'a signal'} after step {run.progress.step}, all saved in {run.run_dir}\n{how}")
         return None
 
 
@@ -635,10 +640,6 @@ def main() -> None:
     except TrainingStopped as error:
         print(f"\n{error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except RuntimeError:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            print("\nthis process failed, or lost another one: go on with --train.resume=auto", file=sys.stderr)
-        raise
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def test_a_strategy_fills_what_is_not_given():
 
 
 def test_derived_shape_follows_overrides():
-    model = load_config(QUICKSTART, ["--model.d_model=256"]).model
-    assert (model.head_dim, model.d_ff, model.n_kv_head) == (64, 682, 4)
+    model = load_config("configs/baseline_120m.py", ["--model.d_model=384"]).model
+    assert (model.head_dim, model.d_ff, model.n_kv_head) == (32, 1024, 12)
 
 
 def test_all_faults_at_once():

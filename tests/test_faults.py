@@ -398,7 +398,7 @@ def test_one_process_of_two_killed(folder, straight):
     victim = [pid for pid in children(job.pid) if environment(pid).get("RANK") == "1"]
     os.kill(victim[0], signal.SIGKILL)
     assert job.wait() not in (0, None)
-    assert "go on with --train.resume=auto" in job.out
+    assert f"lost another one; go on with the same command and --train.out_dir={out} --train.resume=auto" in job.out
     everything_loads(out)
     step = load_checkpoint(out / "latest.pt")["step"]
     assert step >= 10 and step % 5 == 0

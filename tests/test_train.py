@@ -56,7 +56,7 @@ def straight(folder):
 @pytest.mark.parametrize("name", ["tiny", "tiny_moe"])
 def test_stopped_often_equals_never_stopped(folder, name, optimizer):
     """Weights, optimizer, balance bias, progress, position and every row, bit for bit; 4 micro-batches a step."""
-    values = dict(optim__optimizer=optimizer, train__checkpoint_interval=1000)
+    values = dict(optim__optimizer=optimizer, train__checkpoint_interval=1000, data__eval_tokens=128)
     whole = run(folder, name, train__out_dir=folder / f"{name}_{optimizer}", **values)
     parts = folder / f"{name}_{optimizer}_parts"
     for stop in (*STOPS.values(), 40):
