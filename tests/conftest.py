@@ -1,4 +1,4 @@
-"""What every test shares: the repository on the path, two threads at most, tiny models."""
+"""What every test shares: the repository on the path, and tiny models of every kind."""
 
 import os
 import sys

@@ -36,10 +36,10 @@ def folder(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("runs") / "tiny")
 
 
-def run(folder, name="tiny", quiet=True, **values):
-    """Trains in this process; returns the run directory."""
+def run(folder, name="tiny", quiet=True, stopped=False, **values):
+    """Trains in this process; returns the run directory. stopped: by a signal, which is else a mistake."""
     config = load_config(folder / f"{name}.py", options(**values))
-    train(config, quiet)
+    assert (train(config, quiet) is None) == stopped
     return config.train.out_dir
 
 
@@ -119,7 +119,7 @@ def test_evaluation_between_checkpoint_and_end(folder, straight, monkeypatch):
     """A signal during an evaluation: the state is saved, and resuming makes up for the evaluation first."""
     parts = folder / "no_evaluation"
     interrupt_evaluation(monkeypatch, 20)
-    run(folder, train__out_dir=parts)
+    run(folder, stopped=True, train__out_dir=parts)
     state = load_checkpoint(parts / "latest.pt")
     assert state["step"] == 20 and state["progress"]["val_loss"] is None
     assert "val_loss" not in rows(parts)[-1]
@@ -134,7 +134,7 @@ def test_a_lost_row_of_an_evaluation_does_not_come_twice(folder, straight, step,
     """Killed after the row of an evaluation that the checkpoint does not know of."""
     parts = folder / f"twice_{step}"
     interrupt_evaluation(monkeypatch, step)
-    run(folder, train__out_dir=parts)
+    run(folder, stopped=True, train__out_dir=parts)
     monkeypatch.undo()
     row = next(row for row in rows(straight) if row["step"] == step and "val_loss" in row)
     with open(parts / "metrics.jsonl", "a") as file:
