@@ -209,6 +209,16 @@ def default_loss_chunk(vocab_size: int) -> int:
     return 1 << (2**25 // vocab_size).bit_length() - 1
 
 
+@torch.library.custom_op("nanoscale::add_matmul_", mutates_args=("total",))
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a second tensor of its size where the dtypes agree; an operator of its own,
+    because torch.compile turns addmm_ into a copy of `total` and an addmm. Shapes (m, n), (m, k), (k, n)."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of `hidden @ weight.T` without ever holding all the logits.
 
@@ -233,7 +243,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             softmax.scatter_(1, target, (wanted - peak).exp() - total)
             gradient, share = softmax.to(h.dtype), (1 / (total * len(targets))).to(h.dtype)
             grad_hidden.append((gradient @ head) * share)
-            grad_weight += gradient.T @ (h * share)
+            add_matmul_(grad_weight, gradient.T, h * share)
         ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         return torch.cat(losses).mean()
 
