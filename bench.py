@@ -30,6 +30,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -62,6 +63,7 @@ from prepare_data import prepare_if_missing
 from train import Run, World, can_compile, choose_device, choose_dtype, split_batch
 
 CONFIGS = Path(__file__).parent / "configs"
+ONCE = 45  # seconds: what takes longer (bfloat16 at 120m on a CPU without instructions for it) is run once, not in turns
 CPU_TOKENS = 2048  # of one step, where a config is measured on a CPU: what a laptop takes a few seconds for
 
 # Dense bfloat16 FLOP/s of a device, from its vendor's data sheet; the first name that fits counts
@@ -471,11 +473,16 @@ class Bench:
         self.measures[name] = measure
         return name
 
-    def add_time(self, name: str, run: Callable[[], object], per: float = 1, **facts) -> str:
-        """A row of seconds a run over `per`, after one run that compiles and makes the optimizer's state."""
+    def add_time(self, name: str, run: Callable[[], object], per: float = 1, compiled=False, **facts) -> str:
+        """A row of seconds a run over `per`, after one run that compiles and makes the optimizer's state.
+
+        If that first run takes over ONCE seconds, and did not compile, it is the row's only sample.
+        """
         self.bar.set_postfix_str(f"{name}: first run")
-        run()
-        return self.add(name, lambda: seconds(run, self.device, self.at_least) / per, **facts)
+        first = seconds(run, self.device, 0)
+        if first > ONCE and not compiled:
+            return self.add(name, lambda: first / per, first=first, once=True, **facts)
+        return self.add(name, lambda: seconds(run, self.device, self.at_least) / per, first=first, **facts)
 
     def add_memory(self, name: str, run: Callable[[], object], subject: Training | None = None) -> str:
         """A row of peak bytes of a run, which has run before if it is a training step: its state has to be there."""
@@ -497,9 +504,12 @@ class Bench:
 
     def turns(self, names: Iterable[str], rounds: int | None = None) -> None:
         """Samples the rows one after the other, `rounds` times over."""
-        for _, name in itertools.product(range(rounds or self.rounds), dict.fromkeys(names)):
+        for _, name in itertools.product(range(min(rounds or self.rounds, self.rounds)), dict.fromkeys(names)):
+            row = self.report.rows[name]
+            if row.get("once") and row["samples"]:
+                continue
             self.bar.set_postfix_str(name)
-            self.report.rows[name]["samples"].append(self.measures[name]())
+            row["samples"].append(self.measures[name]())
 
     def compare(self, pairs: dict[str, tuple | None], also: Iterable[str] = (), rounds: int | None = None) -> None:
         """Makes each pair a ratio, from new samples of all their rows in turns; those of a screening are dropped.
@@ -534,6 +544,7 @@ class Size:
     file: str
     contexts: int
     overrides: tuple[str, ...] = ()
+    rounds: int | None = None  # samples of each row, where a step takes so long that fewer than the bench's must do
 
     def config(self, strategy: str | None = None) -> Config:
         """The file's config, in another strategy if one is named."""
@@ -543,7 +554,7 @@ class Size:
 
 
 QUICKSTART, QUICKSTART_MOE = Size("quickstart", "quickstart", 16), Size("quickstart_moe", "quickstart_moe", 16)
-ON_CPU = {size: Size(size, f"baseline_{size}", 2) for size in ("120m", "250m")}
+ON_CPU = {size: Size(size, f"baseline_{size}", 2, rounds=3) for size in ("120m", "250m")}
 ON_GPU = {size: Size(size, f"baseline_{size}", contexts) for size, contexts in (("120m", 16), ("500m", 8), ("1b", 8))}
 
 
@@ -570,7 +581,7 @@ class Comparison:
             facts = {"tokens": subject.tokens, "dtype": setting.dtype, "matmuls": self.matmuls[setting.dtype]}
             facts["model_flops"] = flops_per_token(self.subjects["plain"].model) * subject.tokens
             name = f"{self.size.name} {who}, {setting}"
-            self.rows[who][setting] = self.bench.add_time(name, subject.step(setting), **facts)
+            self.rows[who][setting] = self.bench.add_time(name, subject.step(setting), compiled=setting.compiled, **facts)
         return self.rows[who][setting]
 
     def screen(self) -> None:
@@ -581,15 +592,20 @@ class Comparison:
             self.bench.turns([self.row(who, setting) for who, setting in tried if self.is_promising(who, setting)], 2)
 
     def is_promising(self, who: str, setting: Setting) -> bool:
-        """False where compiling cannot win: over 2 s a step, mostly matmuls, and 1.3 times what the other dtype takes.
+        """False where a setting cannot win.
 
-        Plain is compiled in float32 in any case, for its share of the matmul rate.
+        Compiled: over 2 s a step, mostly matmuls, and 1.3 times what the other dtype takes eagerly. Eager: the matmuls
+        alone take twice the time of the other dtype's. Plain is run in each dtype and compiled in float32 in any case,
+        for its share of the matmul rate.
         """
+        if who != "plain" and not setting.compiled:
+            alone = {dtype: self.bench.report.rows[row]["first"] for dtype, row in self.matmuls.items()}
+            return alone[setting.dtype] <= max(2.0, 2 * min(alone.values()))
         if not setting.compiled or (who, setting.dtype) == ("plain", "float32"):
             return True
         median, rows = self.bench.report.median, self.rows[who].items()
         eager = {other.dtype: median(row) for other, row in rows if not other.compiled}
-        return not eager or eager[setting.dtype] <= max(2.0, 1.3 * min(eager.values()))
+        return not eager or eager.get(setting.dtype, math.inf) <= max(2.0, 1.3 * min(eager.values()))
 
     def fastest(self, who: str, **wanted) -> Setting:
         """The setting with the lowest median, among those with the wanted dtype or `compiled` if there are any."""
@@ -635,11 +651,10 @@ class Comparison:
     def run(self) -> Setting:
         """Everything. Returns plain's fastest setting."""
         self.screen()
-        self.bench.compare(self.time_pairs())
+        self.bench.compare(self.time_pairs(), rounds=self.size.rounds)
         best = self.fastest("plain", compiled=True)
-        self.bench.compare(self.memory_pair(best, checkpointing=False))
-        # Counted bytes hardly differ from step to step: two rounds will do for what only stands beside the others
-        self.bench.compare(self.memory_pair(Setting(best.dtype, False), checkpointing=True), rounds=2)
+        for setting, checkpointing in ((best, False), (Setting(best.dtype, False), True)):
+            self.bench.compare(self.memory_pair(setting, checkpointing), rounds=2)  # counted bytes hardly differ
         return self.fastest("plain")
 
 
@@ -676,8 +691,8 @@ def compare_with_larger(bench: Bench, size: Size, larger: Size) -> None:
         training = plain if each is size else bench.training(each.config("plain"), each.contexts)
         cost = training.tokens * parameter_count(training.model)
         name = f"{each.name} plain, {setting}, a token a parameter"
-        rows.append(bench.add_time(name, training.step(setting), per=cost))
-    bench.compare({f"growth_{larger.name}_over_{size.name}": tuple(rows)})
+        rows.append(bench.add_time(name, training.step(setting), per=cost, compiled=setting.compiled))
+    bench.compare({f"growth_{larger.name}_over_{size.name}": tuple(rows)}, rounds=larger.rounds)
 
 
 def compare_experts(bench: Bench, size: Size) -> None:
@@ -710,8 +725,9 @@ def measure_largest(bench: Bench) -> None:
     for size in (Size("1b, d_ff 4800", "baseline_1b", 8, ("--model.d_ff=4800",)), Size("2b unified", "unified_2b", 1)):
         training = bench.training(size.config(), size.contexts)
         name, step = f"{size.name}, {setting}", training.step(setting)
-        flops = flops_per_token(training.model) * training.tokens
-        rows = [bench.add_time(name, step, tokens=training.tokens, dtype=setting.dtype, model_flops=flops)]
+        facts = {"tokens": training.tokens, "dtype": setting.dtype}
+        facts["model_flops"] = flops_per_token(training.model) * training.tokens
+        rows = [bench.add_time(name, step, compiled=setting.compiled, **facts)]
         bench.turns(rows + [bench.add_memory(f"{name}, memory", step, training)])
         del training, step
         bench.forget()
@@ -794,7 +810,7 @@ def measure_config(bench: Bench, size: Size, profile: bool) -> dict[str, str]:
     matmuls = bench.add_matmuls(size.name, config, training.tokens, [setting.dtype])[setting.dtype]
     facts = {"tokens": training.tokens, "dtype": setting.dtype, "matmuls": matmuls}
     facts["model_flops"] = flops_per_token(training.model) * training.tokens
-    rows = {"matmuls": matmuls, "time": bench.add_time(name, step, **facts)}
+    rows = {"matmuls": matmuls, "time": bench.add_time(name, step, compiled=setting.compiled, **facts)}
     if profile:
         bench.report.profile += [{"of": name, **row} for row in costliest(step, bench.device)]
     return rows | {"memory": bench.add_memory(f"{name}, memory", step, training)}

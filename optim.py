@@ -205,7 +205,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)
 
 
@@ -239,18 +239,19 @@ class Muon(torch.optim.Optimizer):
 
     def update_same_shape(self, parameters: list[nn.Parameter], group: dict) -> None:
         """One batch: all matrices of the group that have the same shape."""
-        updates = []
         for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-            updates.append(parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        updates = momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        if group["nesterov"]:
+            updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
         rows, columns = parameters[0].shape[-2:]
         orthogonal = newton_schulz(torch.stack(updates).view(-1, rows, columns), group["steps"])
-        step_size = group["lr"] * muon_factor(rows, columns, group["scale"])
-        for parameter, update in zip(parameters, orthogonal.view(len(parameters), *parameters[0].shape)):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-step_size)
+        updates = orthogonal.view(len(parameters), *parameters[0].shape).unbind()
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"] * muon_factor(rows, columns, group["scale"]))
 
 
 # -------------------------------------------------------------------------- the two together

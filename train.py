@@ -13,6 +13,7 @@ SIGTERM finishes the step, saves and stops (twice: stops at once); SIGUSR1 saves
 """
 
 import contextlib
+import ctypes
 import gc
 import math
 import os
@@ -108,6 +109,15 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device(wanted)
 
 
+def keep_freed_memory() -> None:
+    """Tells Linux's C library to keep what a step frees for the next one: on a CPU a step of a large model takes a tenth
+    less time when its memory is not handed back and, page by page, cleared and mapped again. Elsewhere: nothing."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another system, or another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap stays
+
+
 @contextlib.contextmanager
 def joined_world(config: TrainConfig):
     """Joins the processes that torchrun started; alone without torchrun."""
@@ -177,6 +187,8 @@ class Run:
         self.lock = self.metrics = self.found = None  # until open_directory
         self.open_data()
         self.dtype = choose_dtype(config.train, world.device)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         with torch.device("meta"):  # no memory until the weights are drawn
             self.model = GPT(config.model, config.scale, config.moe)
         self.model.to_empty(device=world.device)
