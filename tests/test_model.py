@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from conftest import TINY, tiny_model
 
 from configs.sizes import SIZES, build
-from model import GPT, ChunkedCrossEntropy, ModelConfig, flops_per_token, parameter_count, scale_parameter_count
+from model import (
+    GPT,
+    ChunkedCrossEntropy,
+    ModelConfig,
+    add_matmul_,
+    flops_per_token,
+    parameter_count,
+    scale_parameter_count,
+)
 from norms import ScaleConfig
 from train import can_compile
 
@@ -199,3 +207,13 @@ def test_plain_equals_transformers_llama(n_kv_head, tokens, generator):
 
 def test_sizes_are_all_there():
     assert set(SIZES) == {*COUNTS, "moe_500m", "moe_2b"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_matmul_adds_in_place(dtype):
+    total = torch.ones(5, 7)
+    a, b = torch.randn(5, 3).to(dtype), torch.randn(3, 7).to(dtype)
+    wanted = 1 + (a @ b).float()
+    add_matmul_(total, a, b)
+    torch.testing.assert_close(total, wanted)
+    torch.library.opcheck(add_matmul_, (total, a, b))  # what torch.compile has to know of it: that it writes to total
