@@ -553,7 +553,8 @@ class Size:
         return replace(config, scale=ScaleConfig(strategy=strategy)).resolved() if strategy else config
 
 
-QUICKSTART, QUICKSTART_MOE = Size("quickstart", "quickstart", 16), Size("quickstart_moe", "quickstart_moe", 16)
+ADAMW = ("--optim.optimizer=adamw",)  # as transformers' step has it: Newton-Schulz is no part of what is compared
+QUICKSTART, QUICKSTART_MOE = Size("quickstart", "quickstart", 16, ADAMW), Size("quickstart_moe", "quickstart_moe", 16)
 ON_CPU = {size: Size(size, f"baseline_{size}", 2, rounds=3) for size in ("120m", "250m")}
 ON_GPU = {size: Size(size, f"baseline_{size}", contexts) for size, contexts in (("120m", 16), ("500m", 8), ("1b", 8))}
 
