@@ -30,7 +30,6 @@ import argparse
 import gc
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -63,7 +62,7 @@ from prepare_data import prepare_if_missing
 from train import Run, World, can_compile, choose_device, choose_dtype, split_batch
 
 CONFIGS = Path(__file__).parent / "configs"
-ONCE = 45  # seconds: what takes longer (bfloat16 at 120m on a CPU without instructions for it) is run once, not in turns
+SLOW = 60  # seconds: a dtype that a step's matmuls take longer in is left out, as bfloat16 on a CPU without instructions for it
 CPU_TOKENS = 2048  # of one step, where a config is measured on a CPU: what a laptop takes a few seconds for
 
 # Dense bfloat16 FLOP/s of a device, from its vendor's data sheet; the first name that fits counts
@@ -283,6 +282,12 @@ class Matmuls:
                 torch.mm(y.T, x, out=weight_gradient)
 
 
+def matmul_seconds(config: Config, tokens: int, dtype: str, device: torch.device, part: int = 128) -> float:
+    """About how long the step's matmuls take in a dtype, from a `part`-th of its tokens."""
+    few = max(1, tokens // part)
+    return seconds(Matmuls(config, few, dtype, device), device, 0) * tokens / few
+
+
 class LossAlone:
     """Forward and backward of the loss from hidden states on, in float32; `chunk`: tokens at once, 0 for all."""
 
@@ -473,16 +478,11 @@ class Bench:
         self.measures[name] = measure
         return name
 
-    def add_time(self, name: str, run: Callable[[], object], per: float = 1, compiled=False, **facts) -> str:
-        """A row of seconds a run over `per`, after one run that compiles and makes the optimizer's state.
-
-        If that first run takes over ONCE seconds, and did not compile, it is the row's only sample.
-        """
+    def add_time(self, name: str, run: Callable[[], object], per: float = 1, **facts) -> str:
+        """A row of seconds a run over `per`, after one run that compiles and makes the optimizer's state."""
         self.bar.set_postfix_str(f"{name}: first run")
-        first = seconds(run, self.device, 0)
-        if first > ONCE and not compiled:
-            return self.add(name, lambda: first / per, first=first, once=True, **facts)
-        return self.add(name, lambda: seconds(run, self.device, self.at_least) / per, first=first, **facts)
+        run()
+        return self.add(name, lambda: seconds(run, self.device, self.at_least) / per, **facts)
 
     def add_memory(self, name: str, run: Callable[[], object], subject: Training | None = None) -> str:
         """A row of peak bytes of a run, which has run before if it is a training step: its state has to be there."""
@@ -505,11 +505,8 @@ class Bench:
     def turns(self, names: Iterable[str], rounds: int | None = None) -> None:
         """Samples the rows one after the other, `rounds` times over."""
         for _, name in itertools.product(range(min(rounds or self.rounds, self.rounds)), dict.fromkeys(names)):
-            row = self.report.rows[name]
-            if row.get("once") and row["samples"]:
-                continue
             self.bar.set_postfix_str(name)
-            row["samples"].append(self.measures[name]())
+            self.report.rows[name]["samples"].append(self.measures[name]())
 
     def compare(self, pairs: dict[str, tuple | None], also: Iterable[str] = (), rounds: int | None = None) -> None:
         """Makes each pair a ratio, from new samples of all their rows in turns; those of a screening are dropped.
@@ -571,9 +568,19 @@ class Comparison:
         self.subjects = {name: bench.training(size.config(name), size.contexts) for name in ("plain", "unified")}
         if util.find_spec("transformers"):
             self.subjects["transformers"] = Llama(config, size.contexts, bench.device)
-        dtypes = dict.fromkeys(setting.dtype for setting in bench.settings)
-        self.matmuls = bench.add_matmuls(size.name, config, self.subjects["plain"].tokens, dtypes)
+        tokens = self.subjects["plain"].tokens
+        every = dict.fromkeys(setting.dtype for setting in bench.settings)
+        dtypes = [dtype for dtype in every if not self.is_slow(dtype, config, tokens)]
+        self.settings = [setting for setting in bench.settings if setting.dtype in dtypes]
+        self.matmuls = bench.add_matmuls(size.name, config, tokens, dtypes)
         self.rows: dict[str, dict[Setting, str]] = {who: {} for who in self.subjects}
+
+    def is_slow(self, dtype: str, config: Config, tokens: int) -> bool:
+        """Whether the step's matmuls would take over SLOW seconds; then a notice says so. float32 is never left out."""
+        if dtype == "float32" or (took := matmul_seconds(config, tokens, dtype, self.bench.device)) <= SLOW:
+            return False
+        self.bench.report.notice(f"{self.size.name}: no {dtype}, the matmuls of a step would take about {took:.0f} s in it")
+        return True
 
     def row(self, who: str, setting: Setting) -> str:
         """The row of a subject in a setting, made when first asked for."""
@@ -582,31 +589,26 @@ class Comparison:
             facts = {"tokens": subject.tokens, "dtype": setting.dtype, "matmuls": self.matmuls[setting.dtype]}
             facts["model_flops"] = flops_per_token(self.subjects["plain"].model) * subject.tokens
             name = f"{self.size.name} {who}, {setting}"
-            self.rows[who][setting] = self.bench.add_time(name, subject.step(setting), compiled=setting.compiled, **facts)
+            self.rows[who][setting] = self.bench.add_time(name, subject.step(setting), **facts)
         return self.rows[who][setting]
 
     def screen(self) -> None:
         """Two samples of plain and transformers in every setting, in turns: eager ones first, then compiled ones."""
         for compiled in (False, True):
-            settings = [setting for setting in self.bench.settings if setting.compiled == compiled]
+            settings = [setting for setting in self.settings if setting.compiled == compiled]
             tried = itertools.product([who for who in self.rows if who != "unified"], settings)
             self.bench.turns([self.row(who, setting) for who, setting in tried if self.is_promising(who, setting)], 2)
 
     def is_promising(self, who: str, setting: Setting) -> bool:
-        """False where a setting cannot win.
+        """False where compiling cannot win: over 2 s a step, mostly matmuls, and 1.3 times what the other dtype takes.
 
-        Compiled: over 2 s a step, mostly matmuls, and 1.3 times what the other dtype takes eagerly. Eager: the matmuls
-        alone take twice the time of the other dtype's. Plain is run in each dtype and compiled in float32 in any case,
-        for its share of the matmul rate.
+        Plain is compiled in float32 in any case, for its share of the matmul rate.
         """
-        if who != "plain" and not setting.compiled:
-            alone = {dtype: self.bench.report.rows[row]["first"] for dtype, row in self.matmuls.items()}
-            return alone[setting.dtype] <= max(2.0, 2 * min(alone.values()))
         if not setting.compiled or (who, setting.dtype) == ("plain", "float32"):
             return True
         median, rows = self.bench.report.median, self.rows[who].items()
         eager = {other.dtype: median(row) for other, row in rows if not other.compiled}
-        return not eager or eager.get(setting.dtype, math.inf) <= max(2.0, 1.3 * min(eager.values()))
+        return not eager or eager[setting.dtype] <= max(2.0, 1.3 * min(eager.values()))
 
     def fastest(self, who: str, **wanted) -> Setting:
         """The setting with the lowest median, among those with the wanted dtype or `compiled` if there are any."""
@@ -614,7 +616,7 @@ class Comparison:
         fitting = [s for s in rows if all(getattr(s, name) == value for name, value in wanted.items())]
         return min(fitting or rows, key=lambda setting: self.bench.report.median(rows[setting]))
 
-    def time_pairs(self) -> dict[str, tuple[str, str]]:
+    def time_pairs(self) -> dict[str, tuple[str, str] | None]:
         """{ratio: its rows}, of everything that is timed at this size; `screen` comes first."""
         best = self.fastest("plain", compiled=True)
         eager = Setting(best.dtype, False)
@@ -626,8 +628,9 @@ class Comparison:
             pairs["compiled_time_over_eager"] = self.row("plain", best), self.row("plain", eager)
         by_dtype = {dtype: self.row("plain", self.fastest("plain", dtype=dtype)) for dtype in self.matmuls}
         for dtype, suffix in (("float32", ""), ("bfloat16", "_bf16")):
-            if dtype in by_dtype:
-                pairs[f"matmul_rate_over_peak{suffix}"] = self.matmuls[dtype], by_dtype[dtype]
+            if any(setting.dtype == dtype for setting in self.bench.settings):
+                pair = (self.matmuls[dtype], by_dtype[dtype]) if dtype in by_dtype else None  # left out as too slow
+                pairs[f"matmul_rate_over_peak{suffix}"] = pair
         if len(by_dtype) == 2:
             pairs["bfloat16_time_over_float32"] = by_dtype["bfloat16"], by_dtype["float32"]
         return {name + self.suffix: pair for name, pair in pairs.items()} | self.throughput_pair()
@@ -692,7 +695,7 @@ def compare_with_larger(bench: Bench, size: Size, larger: Size) -> None:
         training = plain if each is size else bench.training(each.config("plain"), each.contexts)
         cost = training.tokens * parameter_count(training.model)
         name = f"{each.name} plain, {setting}, a token a parameter"
-        rows.append(bench.add_time(name, training.step(setting), per=cost, compiled=setting.compiled))
+        rows.append(bench.add_time(name, training.step(setting), per=cost))
     bench.compare({f"growth_{larger.name}_over_{size.name}": tuple(rows)}, rounds=larger.rounds)
 
 
@@ -726,9 +729,8 @@ def measure_largest(bench: Bench) -> None:
     for size in (Size("1b, d_ff 4800", "baseline_1b", 8, ("--model.d_ff=4800",)), Size("2b unified", "unified_2b", 1)):
         training = bench.training(size.config(), size.contexts)
         name, step = f"{size.name}, {setting}", training.step(setting)
-        facts = {"tokens": training.tokens, "dtype": setting.dtype}
-        facts["model_flops"] = flops_per_token(training.model) * training.tokens
-        rows = [bench.add_time(name, step, compiled=setting.compiled, **facts)]
+        flops = flops_per_token(training.model) * training.tokens
+        rows = [bench.add_time(name, step, tokens=training.tokens, dtype=setting.dtype, model_flops=flops)]
         bench.turns(rows + [bench.add_memory(f"{name}, memory", step, training)])
         del training, step
         bench.forget()
@@ -811,7 +813,7 @@ def measure_config(bench: Bench, size: Size, profile: bool) -> dict[str, str]:
     matmuls = bench.add_matmuls(size.name, config, training.tokens, [setting.dtype])[setting.dtype]
     facts = {"tokens": training.tokens, "dtype": setting.dtype, "matmuls": matmuls}
     facts["model_flops"] = flops_per_token(training.model) * training.tokens
-    rows = {"matmuls": matmuls, "time": bench.add_time(name, step, compiled=setting.compiled, **facts)}
+    rows = {"matmuls": matmuls, "time": bench.add_time(name, step, **facts)}
     if profile:
         bench.report.profile += [{"of": name, **row} for row in costliest(step, bench.device)]
     return rows | {"memory": bench.add_memory(f"{name}, memory", step, training)}

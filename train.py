@@ -110,8 +110,8 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Tells Linux's C library to keep what a step frees for the next one: on a CPU a step of a large model takes a tenth
-    less time when its memory is not handed back and, page by page, cleared and mapped again. Elsewhere: nothing."""
+    """Tells Linux's C library to keep what a step frees for the next one: handed back to the system, large tensors' memory
+    is cleared and mapped again, page by page, in every step. Elsewhere: nothing. It holds for the whole process."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another system, or another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
@@ -384,6 +384,7 @@ class Run:
         self.world.on_main(lambda: self.write_checkpoint(optimizer))
 
     def write_checkpoint(self, optimizer: dict) -> None:
+        """What `save` does, on the main process: `optimizer` is the whole state, by parameter name."""
         self.progress.wall_seconds += time.perf_counter() - self.started
         self.started = time.perf_counter()
         state = self.weights() | {

@@ -210,7 +210,7 @@ def test_two_writers_are_refused(tmp_path):
     with Ledger(tmp_path / "runs.jsonl").opened():
         with pytest.raises(ConfigError, match="no other study"):
             with Ledger(tmp_path / "runs.jsonl").opened():
-                pass
+                raise AssertionError("a second writer was let in")
 
 
 # ------------------------------------------------------------------- divergence and crashes

@@ -82,6 +82,16 @@ def test_cpu_suite_writes_every_ratio(tiny_bench, files, monkeypatch):
     assert all(len(row["samples"]) == 2 for row in values["rows"] if row["name"] in main_rows)
 
 
+def test_a_dtype_that_is_too_slow_is_left_out(tiny_bench, files, monkeypatch):
+    monkeypatch.setattr(bench.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "matmul_seconds", lambda config, tokens, dtype, device: 615.0)
+    values = run_stages(tiny_bench, stages(files)).as_dict(CPU)
+    check_report(values)
+    assert values["ratios"]["matmul_rate_over_peak_bf16"] is None and values["ratios"]["matmul_rate_over_peak"] > 0
+    assert "120m: no bfloat16, the matmuls of a step would take about 615 s in it" in values["notices"]
+    assert not any("bfloat16" in row["name"] for row in values["rows"] if "120m" in row["name"])
+
+
 def test_llama_has_our_shape_and_takes_our_steps(tiny_bench, files):
     pytest.importorskip("transformers")
     config = load_config(files["plain"])
