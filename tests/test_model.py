@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, tiny_model
 
+from bench import peak_bytes
 from configs.sizes import SIZES, build
 from model import (
     GPT,
@@ -210,10 +211,15 @@ def test_sizes_are_all_there():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_add_matmul_adds_in_place(dtype):
+def test_add_matmul_adds(dtype):
     total = torch.ones(5, 7)
     a, b = torch.randn(5, 3).to(dtype), torch.randn(3, 7).to(dtype)
     wanted = 1 + (a @ b).float()
     add_matmul_(total, a, b)
     torch.testing.assert_close(total, wanted)
     torch.library.opcheck(add_matmul_, (total, a, b))  # what torch.compile has to know of it: that it writes to total
+
+
+def test_add_matmul_needs_no_second_total():
+    total, a, b = torch.zeros(64, 64), torch.ones(64, 2), torch.ones(2, 64)
+    assert peak_bytes(lambda: add_matmul_(total, a, b), total.device) < total.nbytes
