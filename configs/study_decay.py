@@ -1,31 +1,32 @@
 """Which scale vectors should decay: input ones (iwd), all, none, or output ones (reverse)?
 
-The model is that of configs/study_cpu.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. The
-decay of scale vectors is four times that of the matrices, Σ η λ = 7.2, so that what it does can show. The rate is the one
-tuned for plain_qknorm there.
+The model is that of configs/study_cpu.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. Scale
+vectors decay as strongly as the matrices do (Σ η λ = 2.8 at rate 1.7e-2), and in the arms named x4 four times as strongly,
+so that what decay does can show. One rate for all arms, tuned for iwd and none (`--tune`, results/study_decay/tuning.md).
 """
 
 from dataclasses import replace
 
 from ablate import Study
-from configs.study_cpu import DECAY, RATE_QK_NORM
+from configs.study_cpu import DECAY
 from configs.study_cpu import study as cpu
 
-base = replace(
-    cpu.base,
-    model=replace(cpu.base.model, qk_norm=True, post_norm=True),
-    optim=replace(
-        cpu.base.optim,
-        learning_rate=RATE_QK_NORM,
-        decay_input_scale=4 * DECAY,
-        decay_output_scale=4 * DECAY,
-    ),
-)
+RATE = 1.7e-2
+STRONG = {"optim.decay_input_scale": 4 * DECAY, "optim.decay_output_scale": 4 * DECAY}
 
 study = Study(
-    base=base,
-    arms={policy: {"optim.scale_decay": policy} for policy in ("iwd", "all", "none", "reverse")},
+    base=replace(
+        cpu.base,
+        model=replace(cpu.base.model, qk_norm=True, post_norm=True),
+        optim=replace(cpu.base.optim, learning_rate=RATE),
+    ),
+    arms={policy: {"optim.scale_decay": policy} for policy in ("iwd", "all", "none", "reverse")}
+    | {f"{policy}_x4": {"optim.scale_decay": policy} | STRONG for policy in ("iwd", "all", "reverse")},
     seeds=tuple(range(8)),
     baseline="iwd",
+    comparisons=dict.fromkeys(("all", "reverse", "iwd_x4", "all_x4", "reverse_x4"), "none"),
+    learning_rates=dict.fromkeys(("iwd", "none"), [1.2e-2, 1.7e-2, 2.4e-2, 3.4e-2]),
+    tuning_seeds=(1000, 1001),
+    tuning=cpu.tuning,
     smallest_difference=0.003,
 )
