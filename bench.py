@@ -906,7 +906,7 @@ def main() -> None:
     arguments, overrides = parser().parse_known_args()
     # A training run compiles for one shape; several in this process must not make a graph for all shapes of it
     static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)
-    with static, tqdm(dynamic_ncols=True) as bar:
+    with static, tqdm(dynamic_ncols=True, delay=1) as bar:  # a fault in the settings comes before any bar
         if arguments.suite:
             report, device = run_suite(arguments.suite, arguments.rounds, bar)
         else:

@@ -5,8 +5,7 @@ to 5 (with the rate). The warm-up, 8 % of the steps, is a longer share than ther
 steps so few cost every arm something. Width and warm-up were chosen by what seeds do to differences (study_spread.py). DNP
 normalizes queries and keys, which helps by itself: so its arms are compared with plain_qknorm too, and the other qknorm
 arms say what HG and OR add to it. Rates were tuned for none, plain, plain_qknorm and unified (`--tune`,
-results/study_cpu/tuning.md); every other arm takes the rate of the one that it is nearest to. A shorter and a longer plain
-say what a difference is worth in tokens.
+results/study_cpu/tuning.md); every other arm takes the rate of the one that it is nearest to.
 """
 
 from ablate import Study
@@ -42,12 +41,6 @@ def arm(name: str, rate: float) -> dict:
     return {"scale.strategy": strategy, "model.qk_norm": qk_norm, "optim.learning_rate": rate}
 
 
-def length(numerator: int, denominator: int) -> dict:
-    """The baseline trained for a fraction of the steps, its evaluations with it."""
-    steps = STEPS * numerator // denominator
-    return arm("plain", RATE_PLAIN) | {"train.max_steps": steps, "train.eval_interval": steps // 5}
-
-
 study = Study(
     base=Config(
         model=ModelConfig(n_layer=2, n_head=3, d_model=48, vocab_size=257, vocab_multiple=1, block_size=64),
@@ -63,12 +56,10 @@ study = Study(
             compile=True,
         ),
     ),
-    arms={name: arm(name, rate) for name, rate in RATES.items()}
-    | {"plain_short": length(3, 4), "plain_long": length(7, 4)},
+    arms={name: arm(name, rate) for name, rate in RATES.items()},
     seeds=tuple(range(8)),
     baseline="plain",
     comparisons=dict.fromkeys(("dnp", "hg_dnp", "unified", "hg_qknorm", "or_qknorm"), "plain_qknorm"),
-    lengths=("plain_short", "plain_long"),
     learning_rates={"none": TRIED, "plain": TRIED, "plain_qknorm": TRIED[1:], "unified": [6e-3, *TRIED[:3]]},
     tuning_seeds=(1000, 1001),
     tuning={"data.eval_start": 204_800, "train.eval_interval": STEPS},

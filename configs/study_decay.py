@@ -1,32 +1,39 @@
-"""Which scale vectors should decay: input ones (iwd), all, none, or output ones (reverse)?
+"""Which scale vectors should decay: none, input ones (iwd), output ones (reverse), or all?
 
-The model is that of configs/study_cpu.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. Scale
-vectors decay as strongly as the matrices do (Σ η λ = 2.8 at rate 1.7e-2), and in the arms named x4 four times as strongly,
-so that what decay does can show. One rate for all arms, tuned for iwd and none (`--tune`, results/study_decay/tuning.md).
+The model is that of configs/study_d24.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. In the arms
+with a policy's bare name scale vectors decay four times as strongly as matrices (Σ η λ = 7.2), so that what it does can show;
+in those named x1, as strongly as they. One rate for all; `--tune` tries those beside it with and without decay
+(results/study_decay/tuning.md).
 """
 
 from dataclasses import replace
 
 from ablate import Study
-from configs.study_cpu import DECAY
-from configs.study_cpu import study as cpu
+from configs.study_d24 import study as d24
 
-RATE = 1.7e-2
-STRONG = {"optim.decay_input_scale": 4 * DECAY, "optim.decay_output_scale": 4 * DECAY}
+RATE, DECAY = 1.7e-2, d24.base.optim.decay_matrix
+POLICIES = ("iwd", "all", "reverse")
+BESIDE = [8.5e-3, 1.2e-2, RATE, 2.4e-2]
+
+
+def arm(policy: str, strength: float) -> dict:
+    """The overrides of a policy whose scale vectors decay `strength` times as much as matrices."""
+    decay = {f"optim.decay_{role}": strength * DECAY for role in ("input_scale", "output_scale")}
+    return {"optim.scale_decay": policy} | decay
+
 
 study = Study(
     base=replace(
-        cpu.base,
-        model=replace(cpu.base.model, qk_norm=True, post_norm=True),
-        optim=replace(cpu.base.optim, learning_rate=RATE),
+        d24.base,
+        model=replace(d24.base.model, qk_norm=True, post_norm=True),
+        optim=replace(d24.base.optim, learning_rate=RATE),
     ),
-    arms={policy: {"optim.scale_decay": policy} for policy in ("iwd", "all", "none", "reverse")}
-    | {f"{policy}_x4": {"optim.scale_decay": policy} | STRONG for policy in ("iwd", "all", "reverse")},
+    arms={policy: arm(policy, 4) for policy in ("none", *POLICIES)} | {f"{policy}_x1": arm(policy, 1) for policy in POLICIES},
     seeds=tuple(range(8)),
-    baseline="iwd",
-    comparisons=dict.fromkeys(("all", "reverse", "iwd_x4", "all_x4", "reverse_x4"), "none"),
-    learning_rates=dict.fromkeys(("iwd", "none"), [1.2e-2, 1.7e-2, 2.4e-2, 3.4e-2]),
+    baseline="none",
+    comparisons={"all": "iwd", "reverse": "iwd", "all_x1": "iwd_x1", "reverse_x1": "iwd_x1"},
+    learning_rates={"none": BESIDE, "iwd_x1": BESIDE},
     tuning_seeds=(1000, 1001),
-    tuning=cpu.tuning,
+    tuning=d24.tuning,
     smallest_difference=0.003,
 )
