@@ -2,8 +2,7 @@
 
 The model is that of configs/study_d24.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. In the arms
 with a policy's bare name scale vectors decay four times as strongly as matrices (Σ η λ = 7.2), so that what it does can show;
-in those named x1, as strongly as they. One rate for all; `--tune` tries those beside it with and without decay
-(results/study_decay/tuning.md).
+in those named x1, as strongly as they. One rate for all, that tuned for plain_qknorm in the study of that width.
 """
 
 from dataclasses import replace
@@ -13,7 +12,6 @@ from configs.study_d24 import study as d24
 
 RATE, DECAY = 1.7e-2, d24.base.optim.decay_matrix
 POLICIES = ("iwd", "all", "reverse")
-BESIDE = [8.5e-3, 1.2e-2, RATE, 2.4e-2]
 
 
 def arm(policy: str, strength: float) -> dict:
@@ -32,8 +30,5 @@ study = Study(
     seeds=tuple(range(8)),
     baseline="none",
     comparisons={"all": "iwd", "reverse": "iwd", "all_x1": "iwd_x1", "reverse_x1": "iwd_x1"},
-    learning_rates={"none": BESIDE, "iwd_x1": BESIDE},
-    tuning_seeds=(1000, 1001),
-    tuning=d24.tuning,
     smallest_difference=0.003,
 )
