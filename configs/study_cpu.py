@@ -4,7 +4,8 @@ The regime is that of the paper's runs in the numbers that carry over: 100 token
 to 2.6 (with the rate). The warm-up, 8 % of the steps, is a longer share than there: 1 % would be 39 steps, and at width 24
 steps so few cost every arm something. Width and warm-up were chosen by what seeds do to differences (study_spread.py). DNP
 normalizes queries and keys, which helps by itself: so its arms are compared with plain_qknorm too, and the other qknorm
-arms say what HG and OR add to it. Rates were tuned for none, plain, plain_qknorm and unified (`--tune`,
+arms say what HG and OR add to it. Plain is also trained
+shorter and longer: how many tokens would it take for the loss of an arm? Rates were tuned for none, plain, plain_qknorm and unified (`--tune`,
 results/study_cpu/tuning.md); every other arm takes the rate of the one that it is nearest to.
 """
 
@@ -41,6 +42,8 @@ def arm(name: str, rate: float) -> dict:
     return {"scale.strategy": strategy, "model.qk_norm": qk_norm, "optim.learning_rate": rate}
 
 
+LENGTHS = {"plain_0.75": 0.75, "plain_1.75": 1.75}  # plain's steps, over those of the study
+
 study = Study(
     base=Config(
         model=ModelConfig(n_layer=2, n_head=3, d_model=48, vocab_size=257, vocab_multiple=1, block_size=64),
@@ -56,10 +59,12 @@ study = Study(
             compile=True,
         ),
     ),
-    arms={name: arm(name, rate) for name, rate in RATES.items()},
+    arms={name: arm(name, rate) for name, rate in RATES.items()}
+    | {name: arm("plain", RATE_PLAIN) | {"train.max_steps": int(STEPS * share)} for name, share in LENGTHS.items()},
     seeds=tuple(range(8)),
     baseline="plain",
     comparisons=dict.fromkeys(("dnp", "hg_dnp", "unified", "hg_qknorm", "or_qknorm"), "plain_qknorm"),
+    lengths=tuple(LENGTHS),
     learning_rates={"none": TRIED[1:], "plain": TRIED, "plain_qknorm": TRIED[1:], "unified": TRIED[:4]},
     tuning_seeds=(1000, 1001),
     tuning={"data.eval_start": 204_800, "train.eval_interval": STEPS},

@@ -24,6 +24,7 @@ study = replace(
     ),
     arms={name: arm(name, rate) for name, rate in RATES.items()},
     seeds=tuple(range(8)),
+    lengths=(),
     learning_rates=dict.fromkeys(("none", "plain", "plain_qknorm"), TRIED) | {"unified": [6e-3, 8.5e-3, *TRIED]},
     tuning_seeds=(1000, 1001),
     tuning=cpu.tuning | {"train.eval_interval": STEPS},

@@ -1,34 +1,31 @@
 """Which scale vectors should decay: none, input ones (iwd), output ones (reverse), or all?
 
-The model is that of configs/study_d24.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. In the arms
-with a policy's bare name scale vectors decay four times as strongly as matrices (Σ η λ = 7.2), so that what it does can show;
-in those named x1, as strongly as they. One rate for all, that tuned for plain_qknorm in the study of that width.
+The model is that of configs/study_cpu.py with the most Output-Norms it can have, Gemma's sandwich with QK-norm. Scale vectors
+that decay do so as strongly as matrices (Σ η λ = 2.6 at rate 1.2e-2, where the paper's smallest model has about 2.5). Each
+policy has its own rate (`--tune`, results/study_decay/tuning.md). Four times that strength: configs/study_decay_d24.py.
 """
 
 from dataclasses import replace
 
-from ablate import Study
-from configs.study_d24 import study as d24
+from configs.study_cpu import study as cpu
 
-RATE, DECAY = 1.7e-2, d24.base.optim.decay_matrix
-POLICIES = ("iwd", "all", "reverse")
-
-
-def arm(policy: str, strength: float) -> dict:
-    """The overrides of a policy whose scale vectors decay `strength` times as much as matrices."""
-    decay = {f"optim.decay_{role}": strength * DECAY for role in ("input_scale", "output_scale")}
-    return {"optim.scale_decay": policy} | decay
+TRIED = [8.5e-3, 1.2e-2, 1.7e-2]  # rates, by --tune
+RATES = {"none": 1.2e-2, "iwd": 1.2e-2, "all": 1.2e-2, "reverse": 1.2e-2}
+OUTPUT_NORMS = {"qk_norm": True, "post_norm": True}
 
 
-study = Study(
-    base=replace(
-        d24.base,
-        model=replace(d24.base.model, qk_norm=True, post_norm=True),
-        optim=replace(d24.base.optim, learning_rate=RATE),
-    ),
-    arms={policy: arm(policy, 4) for policy in ("none", *POLICIES)} | {f"{policy}_x1": arm(policy, 1) for policy in POLICIES},
-    seeds=tuple(range(8)),
+def arm(policy: str, rate: float, decay: float) -> dict:
+    """The overrides of a policy: its peak rate, and the decay of the scale vectors that it lets decay."""
+    decays = {f"optim.decay_{role}": decay for role in ("input_scale", "output_scale")}
+    return {"optim.scale_decay": policy, "optim.learning_rate": rate} | decays
+
+
+study = replace(
+    cpu,
+    base=replace(cpu.base, model=replace(cpu.base.model, **OUTPUT_NORMS)),
+    arms={policy: arm(policy, rate, cpu.base.optim.decay_matrix) for policy, rate in RATES.items()},
     baseline="none",
-    comparisons={"all": "iwd", "reverse": "iwd", "all_x1": "iwd_x1", "reverse_x1": "iwd_x1"},
-    smallest_difference=0.003,
+    comparisons={"all": "iwd", "reverse": "iwd"},
+    lengths=(),
+    learning_rates=dict.fromkeys(RATES, TRIED),
 )
