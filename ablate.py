@@ -803,8 +803,9 @@ def draw_curves(results: Results, path: Path) -> None:
     arms = [arm for arm in results.runs if any(row["curve"] for row in results.runs[arm].values())]
     figure, (left, right) = new_figure(12, 4.8, panels=2)
     for index, arm in enumerate(arms):
-        color = "black" if arm == results.study.baseline else colormaps["tab20"](index % 20)
-        draw_band(left, curve_points(results, arm, None), color, arm)
+        same = arm in (results.study.baseline, *results.study.lengths)
+        color = "black" if same else colormaps["tab20"](index % 20)
+        draw_band(left, curve_points(results, arm, None), color, arm, "--" if arm in results.study.lengths else "-")
         if arm not in results.study.lengths:
             draw_band(right, curve_points(results, arm, results.study.baseline), color, arm)
     for axes in (left, right):
@@ -833,12 +834,12 @@ def curve_points(results: Results, arm: str, baseline: str | None) -> list[tuple
     return points
 
 
-def draw_band(axes, points: list[tuple[float, float, float, float]], color, label: str) -> None:
+def draw_band(axes, points: list[tuple[float, float, float, float]], color, label: str, style: str = "-") -> None:
     """A line with a band."""
     if points:
         tokens, mean, low, high = zip(*points)
         millions = [count / 1e6 for count in tokens]
-        axes.plot(millions, mean, color=color, label=label, linewidth=1.3)
+        axes.plot(millions, mean, style, color=color, label=label, linewidth=1.3)
         axes.fill_between(millions, low, high, color=color, alpha=0.2, linewidth=0)
 
 
