@@ -27,5 +27,5 @@ study = replace(
     baseline="none",
     comparisons={"all": "iwd", "reverse": "iwd"},
     lengths=(),
-    learning_rates=dict.fromkeys(RATES, TRIED),
+    learning_rates=dict.fromkeys(RATES, TRIED) | {"none": [*TRIED, 2.4e-2, 3.4e-2]},
 )

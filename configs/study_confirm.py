@@ -1,0 +1,18 @@
+"""What stays of study_cpu's main differences on fresh seeds? plain, none, unified and plain_qknorm, each at its own rate.
+
+In study_cpu these are four arms of twelve: the largest differences of many are partly luck. Here are 12 seeds that no choice
+was made on, fixed before the runs, as were the three questions: none above plain, unified below it, unified below plain_qknorm.
+"""
+
+from dataclasses import replace
+
+from configs.study_cpu import study as cpu
+
+study = replace(
+    cpu,
+    arms={name: cpu.arms[name] for name in ("plain", "none", "unified", "plain_qknorm")},
+    seeds=tuple(range(100, 112)),
+    comparisons={"unified": "plain_qknorm"},
+    lengths=(),
+    learning_rates={},
+)
