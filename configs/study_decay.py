@@ -10,7 +10,7 @@ from dataclasses import replace
 from configs.study_cpu import study as cpu
 
 TRIED = [8.5e-3, 1.2e-2, 1.7e-2]  # rates, by --tune
-RATES = {"none": 1.2e-2, "iwd": 1.2e-2, "all": 1.2e-2, "reverse": 1.2e-2}
+RATES = {"none": 1.7e-2, "iwd": 1.2e-2, "all": 1.2e-2, "reverse": 1.2e-2}
 OUTPUT_NORMS = {"qk_norm": True, "post_norm": True}
 
 
