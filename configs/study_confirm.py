@@ -1,7 +1,8 @@
 """What stays of study_cpu's main differences on fresh seeds? plain, none, unified and plain_qknorm, each at its own rate.
 
 In study_cpu these are four arms of twelve: the largest differences of many are partly luck. Here are 12 seeds that no choice
-was made on, fixed before the runs, as were the three questions: none above plain, unified below it, unified below plain_qknorm.
+was made on, fixed before any run. First came none and plain; with their result known, unified and plain_qknorm were added on
+the same seeds, for two more questions: does unified lie below plain, and below plain_qknorm?
 """
 
 from dataclasses import replace
