@@ -803,10 +803,10 @@ def draw_curves(results: Results, path: Path) -> None:
     arms = [arm for arm in results.runs if any(row["curve"] for row in results.runs[arm].values())]
     figure, (left, right) = new_figure(12, 4.8, panels=2)
     for index, arm in enumerate(arms):
-        same = arm in (results.study.baseline, *results.study.lengths)
-        color = "black" if same else colormaps["tab20"](index % 20)
-        draw_band(left, curve_points(results, arm, None), color, arm, "--" if arm in results.study.lengths else "-")
-        if arm not in results.study.lengths:
+        other_length = arm in results.study.lengths
+        color = "black" if other_length or arm == results.study.baseline else colormaps["tab20"](index % 20)
+        draw_band(left, curve_points(results, arm, None), color, arm, "--" if other_length else "-")
+        if not other_length:
             draw_band(right, curve_points(results, arm, results.study.baseline), color, arm)
     for axes in (left, right):
         axes.set_xlabel("training tokens (millions)")

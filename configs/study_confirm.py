@@ -5,15 +5,12 @@ was made on, fixed before any run. First came none and plain; with their result 
 the same seeds, for two more questions: does unified lie below plain, and below plain_qknorm?
 """
 
-from dataclasses import replace
-
+from ablate import Study
 from configs.study_cpu import study as cpu
 
-study = replace(
-    cpu,
+study = Study(
+    base=cpu.base,
     arms={name: cpu.arms[name] for name in ("plain", "none", "unified", "plain_qknorm")},
     seeds=tuple(range(100, 112)),
     comparisons={"unified": "plain_qknorm"},
-    lengths=(),
-    learning_rates={},
 )

@@ -4,9 +4,9 @@ The regime is that of the paper's runs in the numbers that carry over: 100 token
 to 2.6 (with the rate). The warm-up, 8 % of the steps, is a longer share than there: 1 % would be 39 steps, and at width 24
 steps so few cost every arm something. Width and warm-up were chosen by what seeds do to differences (study_spread.py). DNP
 normalizes queries and keys, which helps by itself: so its arms are compared with plain_qknorm too, and the other qknorm
-arms say what HG and OR add to it. Plain is also trained
-shorter and longer: how many tokens would it take for the loss of an arm? Rates were tuned for none, plain, plain_qknorm and unified (`--tune`,
-results/study_cpu/tuning.md); every other arm takes the rate of the one that it is nearest to.
+arms say what HG and OR add to it. Plain is also trained shorter and longer: how many tokens would it take for the loss of an
+arm? Rates were tuned for none, plain, plain_qknorm and unified (`--tune`, results/study_cpu/tuning.md); every other arm takes
+the rate of the one that it is nearest to.
 """
 
 from ablate import Study
@@ -17,6 +17,7 @@ from optim import OptimConfig
 
 ROLES = ("matrix", "embedding", "head", "input_scale", "output_scale")
 STEPS = 3900
+LENGTHS = {"plain_0.75": 0.75, "plain_1.75": 1.75}  # plain's steps, over STEPS
 DECAY = 0.1  # at rate 1.2e-2, Σ η λ = 2.6: the schedule's mean is 0.55 of its peak
 TRIED = [6e-3, 8.5e-3, 1.2e-2, 1.7e-2, 2.4e-2]  # rates, by --tune
 RATE_NONE, RATE_PLAIN, RATE_QK_NORM, RATE_DNP = 1.2e-2, 8.5e-3, 1.2e-2, 1.2e-2
@@ -41,8 +42,6 @@ def arm(name: str, rate: float) -> dict:
     strategy, qk_norm = name.removesuffix("_qknorm"), name.endswith("_qknorm")
     return {"scale.strategy": strategy, "model.qk_norm": qk_norm, "optim.learning_rate": rate}
 
-
-LENGTHS = {"plain_0.75": 0.75, "plain_1.75": 1.75}  # plain's steps, over those of the study
 
 study = Study(
     base=Config(

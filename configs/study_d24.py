@@ -14,8 +14,7 @@ RATES = {"none": 2.4e-2} | dict.fromkeys(("plain", "hg", "dp"), 1.7e-2) | {"dnp"
 RATES |= {"hg_dnp": 1.2e-2, "unified": 1.2e-2} | dict.fromkeys(("plain_qknorm", "hg_qknorm", "or_qknorm"), 1.7e-2)
 TRIED = [1.2e-2, 1.7e-2, 2.4e-2, 3.4e-2, 4.8e-2]
 
-study = replace(
-    cpu,
+study = Study(
     base=replace(
         cpu.base,
         model=replace(cpu.base.model, d_model=24, n_head=2),
@@ -23,9 +22,7 @@ study = replace(
         train=replace(cpu.base.train, max_steps=STEPS, eval_interval=STEPS // 5, checkpoint_interval=STEPS),
     ),
     arms={name: arm(name, rate) for name, rate in RATES.items()},
-    seeds=tuple(range(8)),
-    lengths=(),
+    comparisons=cpu.comparisons,
     learning_rates=dict.fromkeys(("none", "plain", "plain_qknorm"), TRIED) | {"unified": [6e-3, 8.5e-3, *TRIED]},
-    tuning_seeds=(1000, 1001),
     tuning=cpu.tuning | {"train.eval_interval": STEPS},
 )

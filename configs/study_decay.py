@@ -7,6 +7,7 @@ policy has its own rate (`--tune`, results/study_decay/tuning.md). Four times th
 
 from dataclasses import replace
 
+from ablate import Study
 from configs.study_cpu import study as cpu
 
 TRIED = [8.5e-3, 1.2e-2, 1.7e-2]  # rates, by --tune
@@ -20,12 +21,11 @@ def arm(policy: str, rate: float, decay: float) -> dict:
     return {"optim.scale_decay": policy, "optim.learning_rate": rate} | decays
 
 
-study = replace(
-    cpu,
+study = Study(
     base=replace(cpu.base, model=replace(cpu.base.model, **OUTPUT_NORMS)),
     arms={policy: arm(policy, rate, cpu.base.optim.decay_matrix) for policy, rate in RATES.items()},
     baseline="none",
     comparisons={"all": "iwd", "reverse": "iwd"},
-    lengths=(),
     learning_rates=dict.fromkeys(RATES, TRIED) | {"none": [*TRIED, 2.4e-2, 3.4e-2]},
+    tuning=cpu.tuning,
 )

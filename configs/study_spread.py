@@ -6,8 +6,7 @@ schedules (a warm-up of 1 % of the steps; of 8 %, w8; of 8 % with a cosine down 
 not the spread alone: half the interval takes four times the seeds, so the measure is spread² times seconds a run.
 """
 
-from dataclasses import replace
-
+from ablate import Study
 from configs.study_d24 import study as d24
 
 W8 = {"optim.warmup": 0.08}
@@ -25,11 +24,10 @@ def arm(strategy: str, regime: str) -> dict:
     return {"scale.strategy": strategy, "optim.learning_rate": 1.4e-2} | d24.tuning | REGIMES[regime]
 
 
-study = replace(
-    d24,
+study = Study(
+    base=d24.base,
     arms={f"{strategy}_{regime}": arm(strategy, regime) for regime in REGIMES for strategy in ("plain", "unified")},
     seeds=(1000, 1001, 1002, 1003),
     baseline="plain_r10",
     comparisons={f"unified_{regime}": f"plain_{regime}" for regime in REGIMES if regime != "r10"},
-    learning_rates={},
 )
