@@ -903,6 +903,7 @@ def run_configs(arguments: argparse.Namespace, overrides: list[str], bar: tqdm) 
 
 
 def main() -> None:
+    """The command line: benchmarks a config or a suite, or profiles a step."""
     arguments, overrides = parser().parse_known_args()
     # A training run compiles for one shape; several in this process must not make a graph for all shapes of it
     static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)

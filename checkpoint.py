@@ -453,6 +453,7 @@ def load_model(run_dir: str | Path, which: str = "latest", device: str = "cpu") 
 
 
 def main() -> None:
+    """The command line: prints what the checkpoints in the given folders hold, or why one cannot be read."""
     for argument in sys.argv[1:]:
         for path in sorted(Path(argument).glob("*.pt")):
             try:

@@ -363,6 +363,7 @@ def run_command(main: typing.Callable[[], None], *others: type[Exception]) -> No
 
 
 def main() -> None:
+    """The command line: prints a config with every key, as JSON."""
     config = command_line("usage: python config.py CONFIG [--section.key=value ...]")
     notices(config)
     print(json.dumps(config.as_dict(), indent=2))

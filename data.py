@@ -480,6 +480,7 @@ def read_part(
 
 
 def main() -> None:
+    """The demonstration: two epochs of an alphabet in order, three steps, and the state in between."""
     import tempfile
 
     from prepare_data import prepare  # upward, for the demonstration alone

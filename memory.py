@@ -82,6 +82,7 @@ def format_estimate(parts: dict[str, int]) -> str:
 
 
 def main() -> None:
+    """The command line: the estimate of a config in both dtypes."""
     config = command_line("usage: python memory.py CONFIG [--section.key=value ...]")
     for dtype in (torch.float32, torch.bfloat16):
         estimate = memory_estimate(config, config.train.micro_batch, dtype)

@@ -377,6 +377,7 @@ def flops_per_token(model: GPT) -> int:
 
 
 def main() -> None:
+    """The demonstration: the table of sizes."""
     from configs.sizes import SIZES, build  # upward, for the demonstration alone
 
     print(f"{'size':10} {'parameters':>15} {'active':>15} {'scales':>9} {'FLOPs a token':>14}")

@@ -300,6 +300,7 @@ def load_statistics(load: Tensor) -> tuple[float, float]:
 
 
 def main() -> None:
+    """The demonstration: routes tokens, then lets the bias even out the load."""
     from model import GPT, ModelConfig  # upward, for the demonstration alone
     from moe import MoEConfig, load_statistics, update_balance_  # the classes that model.py knows
 

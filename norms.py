@@ -275,6 +275,7 @@ def fold_(model: nn.Module) -> nn.Module:
 
 
 def main() -> None:
+    """The demonstration: every scale vector with its role, and the logits before and after folding."""
     from model import GPT, ModelConfig  # upward, for the demonstration alone
     from norms import ScaleConfig, ScaleVector, fold_  # the classes that model.py knows, not this script's own
 

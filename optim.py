@@ -355,6 +355,7 @@ def gather_shares(named: dict[str, dict]) -> dict[str, dict]:
 
 
 def main() -> None:
+    """The command line: which parameters of a config are updated how."""
     from config import load_config, notices  # upward, for the command alone
     from model import GPT
 

@@ -708,6 +708,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """The command line. Exit status 2 where the text or an argument is bad, 130 where it is interrupted."""
     options = parse_arguments(arguments)
     out = options.out or default_path(options.source, options.tokenizer)
     try:

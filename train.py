@@ -644,6 +644,7 @@ def train(config: Config, quiet: bool = False) -> dict | None:
 
 
 def main() -> None:
+    """The command line: trains a config."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as long as there is nothing to save, it does not kill either
     config = command_line("usage: python train.py CONFIG [--section.key=value ...]")
     if int(os.environ.get("RANK", 0)) == 0:
